@@ -1,0 +1,28 @@
+"""What every config section shares: strict keys, strict numbers, frozen values.
+
+A section never converts: `"1e-4"` is not a number, 1.5 is not a count, nan and inf are refused.
+Flags arrive as text and are converted by `trainer.config.load` before they reach a section.
+"""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+from pydantic_config import BaseConfig
+
+Int = Annotated[int, Field(strict=True)]
+Bool = Annotated[bool, Field(strict=True)]
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+PositiveFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
+NonNegativeFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
+Fraction = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, le=1)]
+OpenFraction = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, lt=1)]
+
+
+class Section(BaseConfig):
+    """A frozen config section that refuses unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
+    )

@@ -1,0 +1,102 @@
+"""The `data` and `val` sections: sources, tokenization, masks, packing."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainer.config.base import Bool, Count, CountOrZero, Int, OpenFraction, PositiveFloat, Section
+
+
+class FilesSource(Section):
+    """A local JSONL or Parquet file, or a folder of them."""
+
+    type: Literal["files"] = "files"
+    path: str
+    weight: PositiveFloat = 1.0
+
+
+class HubSource(Section):
+    """A data set on the Hugging Face hub."""
+
+    type: Literal["hub"] = "hub"
+    name: str
+    subset: str | None = None
+    split: str = "train"
+    weight: PositiveFloat = 1.0
+
+
+class ReasoningGymSource(Section):
+    """A procedurally generated reasoning-gym task."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    task: str
+    size: Count
+    seed: Int = 0
+    start: CountOrZero = 0
+    """Index of the first item: splits are index ranges of one seed (seeds overlap)."""
+    params: dict[str, Any] = {}
+    weight: PositiveFloat = 1.0
+
+
+SingleSource = Annotated[
+    FilesSource | HubSource | ReasoningGymSource, Field(discriminator="type")
+]
+
+
+class MixSource(Section):
+    """A weighted mix of sources."""
+
+    type: Literal["mix"] = "mix"
+    sources: Annotated[tuple[SingleSource, ...], Field(min_length=1)]
+
+
+Source = Annotated[
+    FilesSource | HubSource | ReasoningGymSource | MixSource, Field(discriminator="type")
+]
+
+
+class DataConfig(Section):
+    """Training data: from rows to packs of `seq_len` tokens."""
+
+    source: Source
+    seq_len: Count = 2048
+    batch_size: Count = 8
+    """Packs a step, over all ranks."""
+    micro_batch_size: Count = 1
+    """Packs a forward pass on one rank."""
+    shuffle: Bool = True
+    tokenizer: str | None = None
+    """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the tokenizer's chat template."""
+    train_on: Literal["all", "last"] = "all"
+    """Which assistant turns are trained on."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    split_samples: Bool = False
+    """Whether a sample may continue in the next pack."""
+    pack_lookahead: Count = 64
+    """Samples considered at once when filling packs."""
+
+
+class ValConfig(Section):
+    """Held-out evaluation."""
+
+    source: Source | None = None
+    fraction: OpenFraction = 0.0
+    """Part of the training rows held out when no source is given."""
+    interval: CountOrZero = 0
+    """Every n steps, and at the end; 0: only at the end."""
+    max_packs: Count | None = None
+    num_generate: CountOrZero = 0
+    """Held-out prompts answered greedily before and after training, scored by exact match."""
+    max_new_tokens: Count = 64
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.source is not None and self.fraction > 0:
+            raise ValueError(
+                f"source and fraction={self.fraction} are both given: validation rows come from "
+                "one place; remove one"
+            )
+        return self

@@ -1,0 +1,93 @@
+"""The `model` section: which network, from where its weights, and how it computes."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainer.config.base import (
+    Bool,
+    Count,
+    CountOrZero,
+    NonNegativeFloat,
+    PositiveFloat,
+    Section,
+)
+
+
+class DenseArchitecture(Section):
+    """A dense Qwen3; fields are those of transformers' `Qwen3Config`."""
+
+    type: Literal["qwen3"] = "qwen3"
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    max_position_embeddings: Count = 32768
+    rope_theta: PositiveFloat = 1_000_000.0
+    rms_norm_eps: PositiveFloat = 1e-6
+    tie_word_embeddings: Bool = False
+    initializer_range: PositiveFloat = 0.02
+
+
+class MoEArchitecture(DenseArchitecture):
+    """A Qwen3 mixture of experts; fields are those of transformers' `Qwen3MoeConfig`."""
+
+    type: Literal["qwen3_moe"] = "qwen3_moe"
+    num_experts: Count
+    num_experts_per_tok: Count
+    moe_intermediate_size: Count
+    norm_topk_prob: Bool = True
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: tuple[CountOrZero, ...] = ()
+
+    @model_validator(mode="after")
+    def _top_k_fits(self) -> Self:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts="
+                f"{self.num_experts}: a token cannot visit more experts than there are; lower it"
+            )
+        return self
+
+
+Architecture = Annotated[DenseArchitecture | MoEArchitecture, Field(discriminator="type")]
+
+
+class ModelConfig(Section):
+    """The network.
+
+    `name` is a local folder or a hub name in Hugging Face layout; `architecture` gives the
+    shapes inline. With both, weights come from `name` and the shapes must agree. With
+    `weights = "random"` nothing but shapes (and the tokenizer) is read.
+    """
+
+    name: str | None = None
+    architecture: Architecture | None = None
+    weights: Literal["pretrained", "random"] = "pretrained"
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    attention: Literal["auto", "eager", "sdpa", "flex_attention"] = "auto"
+    """auto: flex_attention on a GPU (memory linear in seq_len), sdpa with a dense mask on a CPU."""
+    experts: Literal["auto", "grouped_mm", "loop"] = "auto"
+    activation_checkpointing: Bool = False
+    compile: Bool = False
+    load_balancing_coef: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss (Switch Transformer's, per packed sequence)."""
+    logits_chunk_tokens: Count = 1024
+    """Tokens whose logits exist at once, in the loss, log-probs and validation."""
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if self.name is None and self.architecture is None:
+            raise ValueError(
+                "neither name nor architecture is given: set model.name to a folder or hub name, "
+                "or give [model.architecture] with model.weights = 'random'"
+            )
+        if self.name is None and self.weights == "pretrained":
+            raise ValueError(
+                "weights='pretrained' needs a source: set model.name to a folder or hub name, "
+                "or model.weights = 'random'"
+            )
+        return self

@@ -1,0 +1,56 @@
+"""The whole config of `trainer sft`."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from trainer.config.base import Bool, Count, CountOrZero, Section
+from trainer.config.data import DataConfig, ValConfig
+from trainer.config.model import ModelConfig, MoEArchitecture
+from trainer.config.optim import MuonConfig, OptimConfig
+from trainer.config.parallel import ParallelConfig
+from trainer.config.run import CheckpointConfig, ProfileConfig, WandbConfig
+from trainer.config.scheduler import ConstantConfig, SchedulerConfig
+
+
+class RunConfig(Section):
+    """What every kind of run has."""
+
+    output_dir: str
+    max_steps: Count
+    seed: CountOrZero = 0
+    deterministic: Bool | None = None
+    """Deterministic algorithms; unset: on a CPU yes, on a GPU no."""
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    optim: OptimConfig = MuonConfig()
+    scheduler: SchedulerConfig = ConstantConfig()
+    ckpt: CheckpointConfig = CheckpointConfig()
+    wandb: WandbConfig = WandbConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    @model_validator(mode="after")
+    def _ep_fits_the_experts(self) -> Self:
+        architecture, ep = self.model.architecture, self.parallel.ep
+        match architecture:
+            case MoEArchitecture(num_experts=num_experts) if num_experts % ep:
+                raise ValueError(
+                    f"parallel.ep={ep} does not divide model.architecture.num_experts="
+                    f"{num_experts}: every rank of the ep axis holds the same number of experts; "
+                    "choose an ep that divides it"
+                )
+            case None | MoEArchitecture():
+                pass
+            case _ if ep > 1:
+                raise ValueError(
+                    f"parallel.ep={ep} with a dense model: there are no experts to split; "
+                    "set parallel.ep = 1"
+                )
+        return self
+
+
+class SFTConfig(RunConfig):
+    """Supervised fine-tuning."""
+
+    data: DataConfig
+    val: ValConfig = ValConfig()
