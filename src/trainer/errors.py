@@ -1,4 +1,4 @@
-"""The exceptions that carry an exit status: everything else that escapes is a failure of the run (1)."""
+"""The exceptions that carry an exit status; whatever else escapes is a failure of the run (1)."""
 
 
 class UserError(ValueError):

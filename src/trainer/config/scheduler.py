@@ -21,14 +21,14 @@ class ConstantConfig(SchedulerSection):
 
 
 class LinearConfig(SchedulerSection):
-    """Warm up, then fall in a line to `min_lr_ratio x lr` at the last step."""
+    """Warm up, then fall in a line to `min_lr_ratio x lr` at the end."""
 
     type: Literal["linear"] = "linear"
     min_lr_ratio: Fraction = 0.0
 
 
 class CosineConfig(SchedulerSection):
-    """Warm up, then fall along half a cosine to `min_lr_ratio x lr` at the last step."""
+    """Warm up, then fall along half a cosine to `min_lr_ratio x lr` at the end."""
 
     type: Literal["cosine"] = "cosine"
     min_lr_ratio: Fraction = 0.0

@@ -1,1 +1,1 @@
-
+"""The loops of SFT, RL and pretraining: batch, step, log, evaluate, save."""

@@ -1,0 +1,62 @@
+"""The run folder: who may write into it, and the config files in it.
+
+Layout (design: others' scripts rely on it): `config.toml` of the first launch,
+`config.resume-N.toml` of the N-th resume, `metrics.jsonl`, `plan.json`, `checkpoints/step_N/`,
+`weights/step_N/`.
+"""
+
+import logging
+from pathlib import Path
+
+from trainer.checkpoint import CheckpointStore
+from trainer.config import RunConfig
+from trainer.config.dump import dump_config
+from trainer.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+TRACES = ("config.toml", "metrics.jsonl", "checkpoints", "weights")
+
+
+def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
+    """Return the step to resume from, or None for a fresh start.
+
+    Raises:
+        UserError: the folder holds another run and `ckpt.resume` is unset, or the step asked for
+            has no checkpoint.
+    """
+    folder, resume = Path(config.output_dir), config.ckpt.resume
+    if resume is None:
+        held = [name for name in TRACES if (folder / name).exists()]
+        if held:
+            raise UserError(
+                f"output_dir={config.output_dir!r} holds another run ({', '.join(held)}): a run "
+                "needs a folder of its own; choose another output_dir, or continue that run with "
+                "ckpt.resume = 'latest'"
+            )
+        return None
+    steps = store.steps()
+    if resume == "latest":
+        if not steps:
+            logger.warning("ckpt.resume='latest': no checkpoint in %s, starting fresh", folder)
+            return None
+        return steps[-1]
+    if resume not in steps:
+        raise UserError(
+            f"ckpt.resume={resume}: {folder / 'checkpoints'} has no complete checkpoint of that "
+            f"step; choose one of {steps}, or 'latest'"
+        )
+    return resume
+
+
+def write_config(config: RunConfig, *, resumed: bool) -> Path:
+    """Write the resolved config under the name that the launch calls for; return its path."""
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.toml"
+    if resumed:
+        number = 1
+        while (path := folder / f"config.resume-{number}.toml").exists():
+            number += 1
+    path.write_text(dump_config(config))
+    return path

@@ -1,0 +1,145 @@
+"""The record of a run: `metrics.jsonl` and wandb, one object a step on one axis across resumes.
+
+Owns names that reach both places, the cut on resume and wandb's offline fallback. Does not compute
+values (`trainer.step`) or draw them (`trainer.loops.progress`).
+"""
+
+import json
+import logging
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import wandb
+
+from trainer.config.run import WandbConfig
+from trainer.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float | int | None]
+
+
+class MetricsWriter:
+    """Appends one JSON object a step to `metrics.jsonl` and the same to wandb.
+
+    Only rank 0 holds one. The JSON file is always written; lines are flushed one by one.
+
+    Args:
+        folder: The run folder.
+        config: The `wandb` section.
+        run_config: The resolved config, as wandb shows it.
+        resume_step: Step of the checkpoint that the run continues from; later lines are cut.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: WandbConfig,
+        run_config: Mapping[str, Any],
+        *,
+        resume_step: int | None = None,
+    ) -> None:
+        self.path = folder / "metrics.jsonl"
+        if resume_step is None:
+            self.path.write_text("")
+        else:
+            cut_after(self.path, resume_step)
+        self._file = self.path.open("a")
+        self._wandb = _start_wandb(folder, config, run_config) if config.enabled else None
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Record one step; a value that is not finite is written as null."""
+        record = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(record)
+
+    def close(self) -> None:
+        """Flush and close both records."""
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Keep the lines of `metrics.jsonl` up to `step`, replacing the file in one move.
+
+    A line that a kill left half-written is dropped too: it belongs to a step after the checkpoint.
+    """
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+    beside = path.with_suffix(".cut")
+    beside.write_text("".join(line + "\n" for line in kept))
+    beside.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+def _plain(value: float | int | None) -> float | int | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _start_wandb(folder: Path, config: WandbConfig, run_config: Mapping[str, Any]) -> Any:
+    mode = _wandb_mode()
+    if mode == "offline":
+        logger.info("wandb runs offline (no API key): `wandb sync %s` uploads it", folder / "wandb")
+    try:
+        run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.name,
+            tags=list(config.tags),
+            id=_run_id(folder),
+            resume="allow" if mode == "online" else None,
+            dir=str(folder),
+            config=dict(run_config),
+            mode=mode,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:
+        raise UserError(
+            f"wandb.project={config.project!r}: wandb refused the run ({error}); "
+            "log in again, correct [wandb], or set wandb.enabled = false"
+        ) from error
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _wandb_mode() -> Literal["online", "offline", "disabled"]:
+    match os.environ.get("WANDB_MODE"):
+        case ("online" | "offline" | "disabled") as mode:
+            return mode
+        case _:
+            return "online" if wandb.login(prompt=False, verify=False) else "offline"
+
+
+def _run_id(folder: Path) -> str:
+    """One id for the run and all its resumes: wandb then keeps one curve."""
+    path = folder / "wandb_id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text().strip()

@@ -1,0 +1,72 @@
+import json
+
+import pytest
+
+from trainer.config.run import WandbConfig
+from trainer.metrics import MetricsWriter
+
+
+def read(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(folder, steps, resume_step=None):
+    config = WandbConfig(enabled=False)
+    with MetricsWriter(folder, config, {}, resume_step=resume_step) as writer:
+        for step in steps:
+            writer.write(step, {"loss/mean": float(step)})
+
+
+def test_one_object_a_step(tmp_path):
+    write(tmp_path, range(1, 4))
+    assert [record["step"] for record in read(tmp_path)] == [1, 2, 3]
+    assert read(tmp_path)[1] == {"step": 2, "loss/mean": 2.0}
+
+
+def test_a_resume_cuts_to_the_checkpoint_and_repeats_no_step(tmp_path):
+    write(tmp_path, range(1, 6))
+    write(tmp_path, range(4, 6), resume_step=3)
+    assert [record["step"] for record in read(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_half_written_line_is_cut(tmp_path):
+    write(tmp_path, range(1, 4))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    write(tmp_path, [4], resume_step=3)
+    assert [record["step"] for record in read(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_value_that_is_not_finite_becomes_null(tmp_path):
+    with MetricsWriter(tmp_path, WandbConfig(enabled=False), {}) as writer:
+        writer.write(1, {"loss/mean": float("nan"), "optim/grad_norm": float("inf")})
+    assert read(tmp_path) == [{"step": 1, "loss/mean": None, "optim/grad_norm": None}]
+
+
+def test_without_a_key_wandb_runs_offline_and_says_so(tmp_path, monkeypatch, caplog):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    with caplog.at_level("INFO"), MetricsWriter(tmp_path, WandbConfig(), {"seed": 1}) as writer:
+        writer.write(1, {"loss/mean": 1.0})
+    assert "wandb runs offline" in caplog.text
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    assert read(tmp_path) == [{"step": 1, "loss/mean": 1.0}]
+
+
+def test_resumes_share_one_wandb_id(tmp_path):
+    ids = []
+    for resume_step in (None, 1):
+        with MetricsWriter(tmp_path, WandbConfig(), {}, resume_step=resume_step) as writer:
+            writer.write(len(ids) + 1, {"loss/mean": 1.0})
+        ids.append((tmp_path / "wandb_id").read_text())
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_the_display_prints_plain_lines_without_a_terminal(start, capsys):
+    from trainer.loops.display import Display
+
+    with Display(4, start, "SFT") as display:
+        display.step(start + 1, {"loss/mean": 0.5, "val/loss": None})
+    assert f"step {start + 1}/4  loss 0.5000" in capsys.readouterr().out
