@@ -1,0 +1,140 @@
+"""Log-probabilities of target tokens without ever holding the logits of all tokens.
+
+Owns the chunked projection onto the vocabulary, forward and backward. Does not own the loss made
+of its result: see `trainer.losses`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+IGNORED_TARGET = -100
+"""The target of a token that is not trained; transformers' and torch's value."""
+
+
+def token_log_probs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probability of each target under `softmax(hidden @ weight.T / temperature)`.
+
+    Logits exist for `chunk_tokens` tokens at a time, in the forward and, computed again, in the
+    backward. Only rows with a target are computed, so prompts and padding cost nothing. Logits are
+    rounded to the dtype of `hidden_TD` as in transformers, then raised to fp32 (fp64 stays fp64).
+
+    Finding the rows with a target waits for the device once.
+
+    Args:
+        hidden_TD: `[T, D]`, the last hidden states, local.
+        weight_VD: `[V, D]`, the output projection, whole on this rank, same dtype.
+        targets_T: `[T]`, int64 in `[0, V)`, or -100 for none.
+        temperature: divides the logits; above 0.
+        chunk_tokens: tokens whose logits exist at once; at least 1.
+        with_entropy: also return the entropy of each prediction (no gradient).
+
+    Returns:
+        `[T]` fp32 log-probabilities, exactly 0 where the target is -100 (and no gradient from
+        there), and `[T]` fp32 entropies in nats or None. With no target at all the gradients are
+        zero, not None.
+    """
+    weight_VD = _whole(weight_VD)
+    rows_N = (targets_T != IGNORED_TARGET).nonzero().squeeze(1)
+    log_probs_T, entropy_T = _TokenLogProbs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        hidden_TD, weight_VD, targets_T, rows_N, temperature, chunk_tokens, with_entropy
+    )
+    return log_probs_T, entropy_T if with_entropy else None
+
+
+def _whole(weight: Tensor) -> Tensor:
+    if not isinstance(weight, DTensor):
+        return weight
+    assert all(p.is_replicate() for p in weight.placements), (
+        f"the output projection is sharded ({weight.placements}): call inside FSDP's forward"
+    )
+    return weight.to_local()
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Saves hidden states and one fp32 log-sum-exp a row; recomputes logits in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        rows_N: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+        log_probs_T = hidden_TD.new_zeros(hidden_TD.shape[0], dtype=dtype)
+        entropy_T = torch.zeros_like(log_probs_T)
+        log_norms: list[Tensor] = []
+        for rows in rows_N.split(chunk_tokens):
+            logits = _logits(hidden_TD.index_select(0, rows), weight_VD, temperature)
+            log_norm = logits.logsumexp(1)
+            chosen = logits.gather(1, targets_T.index_select(0, rows).unsqueeze(1)).squeeze(1)
+            log_probs_T.index_copy_(0, rows, chosen - log_norm)
+            if with_entropy:
+                entropy_T.index_copy_(0, rows, _entropy(logits, log_norm))
+            log_norms.append(log_norm)
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, rows_N, torch.cat(log_norms))
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.mark_non_differentiable(entropy_T)
+        return log_probs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, targets_T, rows_N, log_norms_N = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        hidden_grad = torch.zeros_like(hidden_TD) if needs_hidden else None
+        # Chunks add up in fp32: in bf16 a sum over many chunks would lose the small ones.
+        weight_grad = torch.zeros_like(weight_VD, dtype=log_norms_N.dtype) if needs_weight else None
+        chunks = zip(
+            rows_N.split(ctx.chunk_tokens), log_norms_N.split(ctx.chunk_tokens), strict=True
+        )
+        for rows, log_norm in chunks:
+            hidden = hidden_TD.index_select(0, rows)
+            logits = _logits(hidden, weight_VD, ctx.temperature)
+            logits_grad = _logits_grad_(
+                logits,
+                log_norm,
+                targets_T.index_select(0, rows),
+                grads[0].index_select(0, rows) / ctx.temperature,
+            ).to(hidden.dtype)
+            if hidden_grad is not None:
+                hidden_grad.index_copy_(0, rows, logits_grad @ weight_VD)
+            if weight_grad is not None:
+                weight_grad.add_(logits_grad.T @ hidden)
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(weight_VD.dtype)
+        return hidden_grad, weight_grad, None, None, None, None, None
+
+
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
+    logits_NV = hidden_ND @ weight_VD.T
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return logits_NV if temperature == 1.0 else logits_NV.div_(temperature)
+
+
+def _entropy(logits_NV: Tensor, log_norm_N: Tensor) -> Tensor:
+    probs_NV = (logits_NV - log_norm_N.unsqueeze(1)).exp_()
+    return log_norm_N - (probs_NV.mul_(logits_NV)).sum(1)
+
+
+def _logits_grad_(
+    logits_NV: Tensor, log_norm_N: Tensor, targets_N: Tensor, grad_N: Tensor
+) -> Tensor:
+    """Overwrite the logits with grad · (one-hot(target) − softmax); no second [N, V] buffer."""
+    grad_N1 = grad_N.unsqueeze(1)
+    probs_NV = logits_NV.sub_(log_norm_N.unsqueeze(1)).exp_()
+    return probs_NV.mul_(-grad_N1).scatter_add_(1, targets_N.unsqueeze(1), grad_N1)
