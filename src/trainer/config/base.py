@@ -4,9 +4,9 @@ A section never converts: `"1e-4"` is not a number, 1.5 is not a count, nan and 
 Flags arrive as text and are converted by `trainer.config.load` before they reach a section.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_config import BaseConfig
 
 Int = Annotated[int, Field(strict=True)]
@@ -26,3 +26,12 @@ class Section(BaseConfig):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _coerce_dict_str_values(cls, data: Any) -> Any:
+        """Replace the library's validator of this name, which turns text in tables into numbers.
+
+        It cannot tell a flag from a file that says `"1"`; `trainer.config.arguments` can.
+        """
+        return data

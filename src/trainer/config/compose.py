@@ -1,0 +1,133 @@
+"""Composing layers (defaults, files, flags) into one table; later layers win.
+
+Owns the rule for a section that changes its `type`: it is replaced, and what the older layers
+said about it survives only where the new type has the same key; the rest is dropped and named
+in the notes. Validation comes after (`load.py`), so that each layer's own keys stay strict.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trainer.config import schema
+from trainer.errors import UserError
+
+DEFAULTS = "defaults"
+COMMAND_LINE = "on the command line"
+
+
+@dataclass
+class Composition:
+    """The table composed so far, with the origin of every value and notes for the log."""
+
+    cls: type[BaseModel]
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, layer: dict[str, Any], origin: str) -> None:
+        """Merge a layer over what is there.
+
+        Raises:
+            UserError: a section changes its type over an older layer that has an unknown key.
+        """
+        self._merge(self.cls, self.values, copy.deepcopy(layer), "", origin)
+
+    def _merge(
+        self,
+        cls: type[BaseModel],
+        older: dict[str, Any],
+        newer: dict[str, Any],
+        prefix: str,
+        origin: str,
+    ) -> None:
+        for key, value in newer.items():
+            path = prefix + key
+            info = cls.model_fields.get(key)
+            if info is None or not isinstance(value, dict):
+                self._set(older, key, value, path, origin)
+            elif schema.variants(info.annotation):
+                older[key] = self._merge_section(info, older.get(key), value, path, origin)
+            elif schema.is_free_table(info.annotation) and isinstance(older.get(key), dict):
+                for name, item in value.items():
+                    self._set(older[key], name, item, f"{path}.{name}", origin)
+            else:
+                self._set(older, key, value, path, origin)
+
+    def _merge_section(
+        self, info: FieldInfo, older: Any, newer: dict[str, Any], path: str, origin: str
+    ) -> dict[str, Any]:
+        classes = schema.variants(info.annotation)
+        section: dict[str, Any] = older if isinstance(older, dict) else {}
+        if not section:
+            self._forget(path)
+        old_tag = str(section.get(schema.TAG, schema.default_tag(info)))
+        new_tag = str(newer.get(schema.TAG, old_tag))
+        if new_tag not in classes:
+            return {**section, **newer}
+        if section and new_tag != old_tag and old_tag in classes:
+            section = self._retype(section, classes[old_tag], classes[new_tag], path, origin)
+        if new_tag:
+            section.setdefault(schema.TAG, new_tag)
+        self._merge(classes[new_tag], section, newer, f"{path}.", origin)
+        return section
+
+    def _retype(
+        self,
+        section: dict[str, Any],
+        old: type[BaseModel],
+        new: type[BaseModel],
+        path: str,
+        origin: str,
+    ) -> dict[str, Any]:
+        kept, dropped = {}, []
+        for key, value in section.items():
+            key_path = f"{path}.{key}"
+            if key == schema.TAG or self.origins.get(key_path) == DEFAULTS:
+                self._forget(key_path)
+            elif key not in old.model_fields:
+                known = ", ".join(old.model_fields)
+                raise UserError(
+                    f"{key_path}={value!r}: unknown key of {schema.TAG} '{schema.tag_of(old)}' "
+                    f"({self.origins.get(key_path, 'in an earlier layer')}); known are {known}"
+                )
+            elif key in new.model_fields:
+                kept[key] = value
+            else:
+                dropped.append(f"{key_path}={value!r}")
+                self._forget(key_path)
+        if dropped:
+            self.notes.append(
+                f"{path}.type changes from '{schema.tag_of(old)}' to '{schema.tag_of(new)}' "
+                f"({origin}): dropped {', '.join(dropped)}, which '{schema.tag_of(new)}' lacks"
+            )
+        return kept
+
+    def _set(self, table: dict[str, Any], key: str, value: Any, path: str, origin: str) -> None:
+        self._forget(path)
+        table[key] = value
+        self.origins[path] = origin
+
+    def _forget(self, path: str) -> None:
+        for known in [p for p in self.origins if p == path or p.startswith(f"{path}.")]:
+            del self.origins[known]
+
+
+def default_layer(cls: type[BaseModel]) -> dict[str, Any]:
+    """Return what the defaults of section fields say beyond the section classes' own defaults.
+
+    A field `optim: MuonConfig = MuonConfig(lr=1e-3)` must keep its lr when a file sets only mu.
+    """
+    layer: dict[str, Any] = {}
+    for name, info in cls.model_fields.items():
+        if isinstance(info.default, BaseModel):
+            given = info.default.model_dump(exclude_unset=True)
+            nested = default_layer(type(info.default))
+            section = {**nested, **given}
+            tag = schema.tag_of(type(info.default))
+            if section:
+                layer[name] = {schema.TAG: tag, **section} if tag else section
+    return layer

@@ -1,0 +1,35 @@
+"""Reading one config file; every way it can fail is a `UserError` that names the file."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        UserError: the file cannot be read, or is not TOML (names the line).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"@ {path}: no such file; check the path ({_nearby(path)})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"@ {path}: not UTF-8 text ({error}); save it as UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"@ {path}: cannot be read ({error}); give a TOML file") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"@ {path}: not valid TOML: {error}; correct that place") from None
+
+
+def _nearby(path: str) -> str:
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return f"there is no folder {folder} under {Path.cwd()}"
+    names = sorted(entry.name for entry in folder.glob("*.toml"))[:8]
+    return f"{folder} holds {', '.join(names) or 'no .toml file'}"
