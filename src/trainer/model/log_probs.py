@@ -82,10 +82,12 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in rows_N.split(chunk_tokens):
             logits = _logits(hidden_TD.index_select(0, rows), weight_VD, temperature)
             log_norm = logits.logsumexp(1)
-            chosen = logits.gather(1, targets_T.index_select(0, rows).unsqueeze(1)).squeeze(1)
-            log_probs_T.index_copy_(0, rows, chosen - log_norm)
+            log_probs_NV = logits.sub_(log_norm.unsqueeze(1))
+            targets_N1 = targets_T.index_select(0, rows).unsqueeze(1)
+            log_probs_T.index_copy_(0, rows, log_probs_NV.gather(1, targets_N1).squeeze(1))
             if with_entropy:
-                entropy_T.index_copy_(0, rows, _entropy(logits, log_norm))
+                entropy = -(log_probs_NV.exp().mul_(log_probs_NV)).sum(1)
+                entropy_T.index_copy_(0, rows, entropy)
             log_norms.append(log_norm)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, rows_N, torch.cat(log_norms))
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
@@ -124,11 +126,6 @@ def _logits(hidden_ND: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
     logits_NV = hidden_ND @ weight_VD.T
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return logits_NV if temperature == 1.0 else logits_NV.div_(temperature)
-
-
-def _entropy(logits_NV: Tensor, log_norm_N: Tensor) -> Tensor:
-    probs_NV = (logits_NV - log_norm_N.unsqueeze(1)).exp_()
-    return log_norm_N - (probs_NV.mul_(logits_NV)).sum(1)
 
 
 def _logits_grad_(
