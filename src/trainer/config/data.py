@@ -35,12 +35,15 @@ class ReasoningGymSource(Section):
     start: CountOrZero = 0
     """Index of the first item: splits are index ranges of one seed (seeds overlap)."""
     params: dict[str, Any] = {}
+    """The task's own settings, such as `min_word_len`."""
+    template: str = "{question}"
+    """Text of the user turn; fields: `question` and what the task puts into an item's metadata."""
+    system: str | None = None
+    """Text of a system turn before it."""
     weight: PositiveFloat = 1.0
 
 
-SingleSource = Annotated[
-    FilesSource | HubSource | ReasoningGymSource, Field(discriminator="type")
-]
+SingleSource = Annotated[FilesSource | HubSource | ReasoningGymSource, Field(discriminator="type")]
 
 
 class MixSource(Section):
@@ -69,6 +72,8 @@ class DataConfig(Section):
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
+    template_kwargs: dict[str, Any] = {}
+    """Variables for the chat template, such as `enable_thinking`."""
     train_on: Literal["all", "last"] = "all"
     """Which assistant turns are trained on."""
     on_bad_row: Literal["error", "skip"] = "error"

@@ -1,0 +1,154 @@
+"""Conversations as text, with the exact spans that the assistant wrote.
+
+Owns chat templates: which text a model is prompted with, what it would write after that, and what
+to do with templates that rewrite earlier turns. Knows no token ids; `encode.py`, read next, maps
+spans of characters to tokens.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trainer.data.rows import BadRow, ChatRow, Message
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Text of (part of) a conversation and the character spans to train on, in order."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+class ChatRenderer:
+    """Renders conversations with a tokenizer's chat template.
+
+    For each trained turn i, the text before it is what the model is prompted with when it is to
+    write that turn, `render(messages[:i], add_generation_prompt)`, and the text up to it is
+    `render(messages[:i + 1])`. Where the template marks the assistant's text with
+    `{% generation %}`, the marked text is trained (but never a part of the prompt); otherwise all
+    that follows the prompt. The end-of-turn token is trained in either case.
+
+    A template may rewrite earlier turns (Qwen3's drops earlier reasoning): then the text up to
+    turn i does not begin with the text up to the turn before. Such a conversation becomes several
+    renderings, each turn trained after exactly the text that it would have been prompted with.
+
+    Args:
+        tokenizer: gives the template and the special tokens.
+        variables: further variables for the template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._variables = {**tokenizer.special_tokens_map, **variables}
+        self._turn_ends = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict] | None) -> str:
+        """Return the text that a model is given to write the next assistant turn.
+
+        Raises:
+            BadRow: the template refuses the conversation.
+        """
+        return self._render(messages, tools, add_generation_prompt=True).text
+
+    def render(self, row: ChatRow, turns: Sequence[int]) -> list[Rendering]:
+        """Render a conversation so that each of the given assistant turns is trained once.
+
+        Turns after the last trained one have no effect on it and are left out.
+
+        Args:
+            row: the conversation.
+            turns: indices of assistant turns, ascending.
+
+        Raises:
+            BadRow: the template refuses the conversation, or what it writes for a turn does not
+                continue the prompt for that turn.
+        """
+        renderings: list[Rendering] = []
+        for turn in turns:
+            rendering = self._render_turn(row, turn)
+            if renderings and rendering.text.startswith(renderings[-1].text):
+                spans = renderings.pop().spans + rendering.spans
+                rendering = Rendering(rendering.text, spans)
+            renderings.append(rendering)
+        return renderings
+
+    def _render_turn(self, row: ChatRow, turn: int) -> Rendering:
+        prompt = self.prompt(row.messages[:turn], row.tools)
+        whole = self._render(row.messages[: turn + 1], row.tools)
+        start = _common_length(prompt, whole.text)
+        if self._has_marks(row.tools):
+            spans = [(max(first, start), last) for first, last in whole.spans if last > start]
+        elif start == len(prompt):
+            spans = [(start, len(whole.text))]
+        else:
+            raise BadRow(
+                "template",
+                f"the chat template writes turn {turn} as {whole.text[start : start + 40]!r} where "
+                f"the prompt for it reads {prompt[start : start + 40]!r}, so the model would be "
+                "trained on what it is never asked: mark the assistant's text with "
+                "{% generation %} in a template of your own (data.chat_template)",
+            )
+        spans = [(first, self._end_of_turn(whole.text, first, last)) for first, last in spans]
+        spans = [(first, last) for first, last in spans if last > first]
+        if not spans:
+            raise BadRow("template", f"the chat template writes nothing for turn {turn}")
+        return Rendering(whole.text, tuple(spans))
+
+    def _end_of_turn(self, text: str, start: int, end: int) -> int:
+        """Move a span's end to just behind the end-of-turn token, if one is there."""
+        for token in self._turn_ends:
+            if text.startswith(token, end) and not text.endswith(token, start, end):
+                return end + len(token)
+        stripped = text[start:end].rstrip()
+        return start + len(stripped) if stripped.endswith(self._turn_ends) else end
+
+    def _has_marks(self, tools: Sequence[dict] | None) -> bool:
+        return _GENERATION_BLOCK.search(self._template(tools)) is not None
+
+    def _template(self, tools: Sequence[dict] | None) -> str:
+        try:
+            return self._tokenizer.get_chat_template(None, list(tools) if tools else None)
+        except ValueError as error:
+            raise BadRow(
+                "template",
+                "the tokenizer has no chat template for rows of messages: set data.chat_template, "
+                "or give rows with prompt and completion as text",
+            ) from error
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict] | None,
+        add_generation_prompt: bool = False,
+    ) -> Rendering:
+        template = self._template(tools)
+        has_marks = _GENERATION_BLOCK.search(template) is not None
+        try:
+            texts, spans = render_jinja_template(
+                [list(messages)],
+                tools=list(tools) if tools else None,
+                chat_template=template,
+                return_assistant_tokens_mask=has_marks,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise BadRow("template", f"the chat template refuses the row: {error}") from error
+        return Rendering(texts[0], tuple((a, b) for a, b in spans[0]) if has_marks else ())
+
+
+def _common_length(first: str, second: str) -> int:
+    """Return how many characters two texts share at the start."""
+    if second.startswith(first):
+        return len(first)
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

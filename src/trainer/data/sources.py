@@ -1,0 +1,247 @@
+"""Where rows come from: files, the hub, reasoning-gym tasks.
+
+Owns opening a `data.source` and reading one raw row of it at random. Checks no fields (`rows.py`)
+and knows no order (`order.py`).
+"""
+
+import bisect
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.config.data import (
+    FilesSource,
+    HubSource,
+    MixSource,
+    ReasoningGymSource,
+    SingleSource,
+    Source,
+)
+from trainer.data.jsonl import JsonLines
+from trainer.data.order import permuted
+from trainer.errors import UserError
+
+_SUFFIXES = (".jsonl", ".parquet")
+
+
+class Rows(Protocol):
+    """Random access to raw rows."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Return a row; raises BadRow if it cannot be read."""
+        ...
+
+    def where(self, index: int) -> str:
+        """Return what a person needs to find the row, such as file and line."""
+        ...
+
+
+class ChainedRows:
+    """Several `Rows` one after another."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = [0]
+        for part in parts:
+            self._ends.append(self._ends[-1] + len(part))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        part, inner = self._locate(index)
+        return part[inner]
+
+    def where(self, index: int) -> str:
+        """Return where the row lies in its part."""
+        part, inner = self._locate(index)
+        return part.where(inner)
+
+    def _locate(self, index: int) -> tuple[Rows, int]:
+        part = bisect.bisect_right(self._ends, index) - 1
+        return self._parts[part], index - self._ends[part]
+
+
+class SplitRows:
+    """A random part of `Rows`: ranks `start` to `stop` in a fixed permutation.
+
+    The permutation does not depend on the run's seed: the same rows are held out in every run.
+    """
+
+    def __init__(self, rows: Rows, start: int, stop: int) -> None:
+        self._rows = rows
+        self._start = start
+        self._stop = stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._rows[self._locate(index)]
+
+    def where(self, index: int) -> str:
+        """Return where the row lies in the whole."""
+        return self._rows.where(self._locate(index))
+
+    def _locate(self, index: int) -> int:
+        return permuted(self._start + index, len(self._rows), "split")
+
+
+class TableRows:
+    """Rows of a memory-mapped `datasets.Dataset`."""
+
+    def __init__(self, table: Any, name: str) -> None:
+        self._table = table
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return _without_nulls(self._table[index])
+
+    def where(self, index: int) -> str:
+        """Return the table's name and the row, from 1."""
+        return f"{self._name}: row {index + 1}"
+
+
+class ReasoningGymRows:
+    """Items of a reasoning-gym task as one question and one answer each.
+
+    `task` is the reasoning-gym data set, which also scores answers; `item(i)` its i-th item here.
+    """
+
+    def __init__(self, config: ReasoningGymSource) -> None:
+        self._config = config
+        self.task = _create_task(config)
+
+    def __len__(self) -> int:
+        return self._config.size
+
+    def item(self, index: int) -> dict[str, Any]:
+        """Return the item as reasoning-gym gives it (`question`, `answer`, `metadata`)."""
+        return self.task[self._config.start + index]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        item = self.item(index)
+        fields = {**item["metadata"], "question": item["question"]}
+        try:
+            question = self._config.template.format(**fields)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"data.source.template={self._config.template!r} cannot be filled in ({error!r}): "
+                f"the fields of task {self._config.task} are {sorted(fields)}"
+            ) from None
+        system = self._config.system
+        turns = [] if system is None else [{"role": "system", "content": system}]
+        turns.append({"role": "user", "content": question})
+        turns.append({"role": "assistant", "content": item["answer"]})
+        return {"messages": turns}
+
+    def where(self, index: int) -> str:
+        """Return task, seed and item."""
+        return f"{self._config.task}(seed={self._config.seed}): item {self._config.start + index}"
+
+
+def single_sources(source: Source) -> tuple[SingleSource, ...]:
+    """Return the sources of a mix, or the one source."""
+    return source.sources if isinstance(source, MixSource) else (source,)
+
+
+def open_rows(source: SingleSource) -> Rows:
+    """Open one source.
+
+    Raises:
+        UserError: it does not exist, cannot be read, or has no rows.
+    """
+    match source:
+        case FilesSource():
+            rows, name = _open_files(source), f"path={source.path!r}"
+        case HubSource():
+            rows, name = _open_hub(source), f"name={source.name!r}"
+        case ReasoningGymSource():
+            return ReasoningGymRows(source)
+    if len(rows) == 0:
+        raise UserError(f"data.source.{name} has no rows: give a source with at least one")
+    return rows
+
+
+def _open_files(source: FilesSource) -> Rows:
+    path = Path(source.path)
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    files = [file for file in files if file.suffix in _SUFFIXES]
+    if not files:
+        found = "does not exist" if not path.exists() else "has no such file"
+        raise UserError(
+            f"data.source.path={source.path!r} {found}: give a .jsonl or .parquet file, or a "
+            "folder of them"
+        )
+    return ChainedRows([_open_file(file) for file in files])
+
+
+def _open_file(path: Path) -> Rows:
+    return JsonLines(path) if path.suffix == ".jsonl" else _open_parquet(path)
+
+
+def _open_parquet(path: Path) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        pyarrow.parquet.read_metadata(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(
+            f"data.source.path: {path} is not a readable Parquet file ({error}): replace it"
+        ) from error
+    return TableRows(_load_table("parquet", data_files=str(path), split="train"), str(path))
+
+
+def _open_hub(source: HubSource) -> Rows:
+    try:
+        table = _load_table(source.name, source.subset, split=source.split)
+    except (OSError, ValueError, ConnectionError) as error:
+        raise UserError(
+            f"data.source.name={source.name!r} (subset={source.subset!r}, split={source.split!r}) "
+            f"cannot be loaded: {error}"
+        ) from error
+    return TableRows(table, f"{source.name}[{source.split}]")
+
+
+def _load_table(*args: Any, **kwargs: Any) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets.load_dataset(*args, **kwargs)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop null fields at every level: Arrow writes one for each key that another row has."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def _create_task(source: ReasoningGymSource) -> Any:
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if source.task not in DATASETS:
+        close = difflib.get_close_matches(source.task, DATASETS, n=3)
+        raise UserError(
+            f"data.source.task={source.task!r} is no reasoning-gym task"
+            + (f": did you mean {' or '.join(close)}?" if close else "")
+        )
+    try:
+        return create_dataset(
+            source.task, size=source.start + source.size, seed=source.seed, **source.params
+        )
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UserError(
+            f"data.source.params={source.params!r} are refused by task {source.task}: {error}"
+        ) from error

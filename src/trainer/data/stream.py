@@ -1,0 +1,260 @@
+"""The infinite stream of packs that a run trains on.
+
+Owns the policies for rows that cannot be used, and the position: what was drawn from each source
+and the samples that wait for their pack. Every rank runs the same stream and takes its packs with
+`packing.deal`, so the order of samples is the same on any number of ranks.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from trainer.config.data import DataConfig
+from trainer.data.encode import SampleEncoder
+from trainer.data.order import Draw, RowOrder
+from trainer.data.packing import Document, Pack, Sample, take_best_fit
+from trainer.data.rows import BadRow, Row, parse_row, question_key
+from trainer.data.sources import Rows
+from trainer.errors import UserError
+
+
+class RowReader:
+    """Reads rows into documents under the run's policies, counting what it leaves out.
+
+    Args:
+        encoder: rows to samples.
+        config: the `data` section (`on_bad_row`, `overlong`, `split_samples`, `seq_len`).
+        excluded: question keys whose rows are passed over (those held out for validation).
+    """
+
+    def __init__(
+        self, encoder: SampleEncoder, config: DataConfig, excluded: frozenset[bytes] = frozenset()
+    ) -> None:
+        self._encoder = encoder
+        self._config = config
+        self._excluded = excluded
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def num_excluded(self) -> int:
+        """Question keys that are passed over."""
+        return len(self._excluded)
+
+    def parse(self, rows: Rows, index: int) -> Row | None:
+        """Return a row, or None if it is bad and `data.on_bad_row` says skip.
+
+        Raises:
+            UserError: it is bad and `data.on_bad_row` says error; names file and line.
+        """
+        try:
+            return parse_row(rows[index])
+        except BadRow as error:
+            self._on_bad_row(error, rows.where(index))
+        return None
+
+    def documents(self, rows: Rows, index: int, source: int = 0) -> list[Document]:
+        """Return a row's documents; empty if the row is left out.
+
+        Raises:
+            UserError: the row is bad or too long, and the policy says error.
+        """
+        self.counts["rows"] += 1
+        row = self.parse(rows, index)
+        if row is None:
+            return []
+        if self._excluded and question_key(row) in self._excluded:
+            self.counts["held_out"] += 1
+            return []
+        try:
+            samples = self._encoder.encode(row)
+        except BadRow as error:
+            self._on_bad_row(error, rows.where(index))
+            return []
+        samples = [self._fit(sample, rows, index) for sample in samples]
+        kept = [Document.from_sample(sample, source) for sample in samples if sample is not None]
+        self.counts["samples"] += len(kept)
+        return kept
+
+    def _on_bad_row(self, error: BadRow, where: str) -> None:
+        if self._config.on_bad_row == "error":
+            raise UserError(
+                f"{where}: {error} (or set data.on_bad_row = 'skip' to leave such rows out)"
+            ) from error
+        self.counts[f"bad_rows/{error.reason}"] += 1
+
+    def _fit(self, sample: Sample, rows: Rows, index: int) -> Sample | None:
+        """Apply `data.overlong`; None if nothing is left to train."""
+        seq_len = self._config.seq_len
+        if len(sample) > seq_len and not self._config.split_samples:
+            match self._config.overlong:
+                case "error":
+                    _refuse_overlong(sample, rows.where(index), seq_len)
+                case "drop":
+                    self.counts["overlong/dropped"] += 1
+                    return None
+                case "truncate":
+                    self.counts["overlong/truncated"] += 1
+                    sample = sample.truncate(seq_len)
+        if sample.num_trained == 0:
+            self.counts["nothing_trained"] += 1
+            return None
+        return sample
+
+
+def _refuse_overlong(sample: Sample, where: str, seq_len: int) -> NoReturn:
+    raise UserError(
+        f"{where}: {len(sample)} tokens exceed data.seq_len={seq_len}: raise data.seq_len, or set "
+        "data.overlong = 'drop' or 'truncate', or data.split_samples = true"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A document (or the rest of one) that waits for its pack, and where it came from."""
+
+    draw: Draw
+    part: int
+    start: int
+    document: Document
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def rest(self, num_taken: int) -> "Pending":
+        """Return what is left after the first `num_taken` positions."""
+        document = self.document.piece(num_taken, len(self.document))
+        return Pending(self.draw, self.part, self.start + num_taken, document)
+
+
+class SFTStream:
+    """An endless, deterministic stream of packs in one global order.
+
+    Args:
+        sources: rows of each source.
+        weights: relative share of each source.
+        reader: rows to documents.
+        config: the `data` section.
+        seed: of the shuffle.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Rows],
+        weights: Sequence[float],
+        reader: RowReader,
+        config: DataConfig,
+        seed: int,
+    ) -> None:
+        self._sources = sources
+        self._reader = reader
+        self._config = config
+        self._identity = {
+            "rows": [len(rows) for rows in sources],
+            "weights": list(weights),
+            "seed": seed,
+            "shuffle": config.shuffle,
+            "held_out": reader.num_excluded,
+        }
+        self._order = RowOrder(self._identity["rows"], weights, seed, config.shuffle)
+        self._pending: list[Pending] = []
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was read and left out so far, by reason."""
+        return dict(self._reader.counts)
+
+    @property
+    def epochs(self) -> list[float]:
+        """How often each source has been gone through."""
+        return self._order.epochs
+
+    def next_packs(self, num_packs: int) -> list[Pack]:
+        """Return the next packs of the global order.
+
+        Raises:
+            UserError: a row is bad or too long and the policy says error, or no row can be used.
+        """
+        return [self._next_pack() for _ in range(num_packs)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last pack, ready for JSON; its size does not grow."""
+        return {
+            "identity": dict(self._identity),
+            "order": self._order.state_dict(),
+            "pending": [[p.draw.source, p.draw.number, p.part, p.start] for p in self._pending],
+            "counts": self.counts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position: the next packs are, bit for bit, those that would have followed.
+
+        Raises:
+            UserError: the state is of other data, another seed or another mix.
+        """
+        self._check_identity(state["identity"])
+        self._order.load_state_dict(state["order"])
+        self._pending = [self._reread(*place) for place in state["pending"]]
+        self._reader.counts.clear()
+        self._reader.counts.update(state["counts"])
+
+    def _check_identity(self, saved: dict[str, Any]) -> None:
+        for key, value in self._identity.items():
+            if saved[key] != value:
+                raise UserError(
+                    f"data: {key}={value} in this run, but the checkpoint's data position was "
+                    f"saved with {key}={saved[key]}: restore the data section and seed, or start "
+                    "a new run from the checkpoint's weights"
+                )
+
+    def _next_pack(self) -> Pack:
+        if self._config.split_samples:
+            return self._next_full_pack()
+        taken = take_best_fit(self._pending, self._refill, self._config.seq_len)
+        return Pack(tuple(pending.document for pending in taken))
+
+    def _next_full_pack(self) -> Pack:
+        """Fill a pack to the brim, cutting the last document."""
+        documents, space = [], self._config.seq_len
+        while space:
+            self._refill()
+            first = self._pending.pop(0)
+            if len(first) > space:
+                self._pending.insert(0, first.rest(space))
+            documents.append(first.document.piece(0, space))
+            space -= len(documents[-1])
+        return Pack(tuple(documents))
+
+    def _refill(self) -> None:
+        while len(self._pending) < self._config.pack_lookahead:
+            self._draw_row(self._order.next_source())
+
+    def _draw_row(self, source: int) -> None:
+        """Add the next usable row of a source to what is pending."""
+        for _ in range(len(self._sources[source])):
+            draw = self._order.draw(source)
+            documents = self._documents(draw)
+            if documents:
+                self._order.keep(source)
+                self._pending += [Pending(draw, i, 0, d) for i, d in enumerate(documents)]
+                return
+        raise UserError(
+            f"data.source: none of its {len(self._sources[source])} rows can be used "
+            f"({self.counts}): give rows that can, or change data.overlong or data.seq_len"
+        )
+
+    def _documents(self, draw: Draw) -> list[Document]:
+        rows = self._sources[draw.source]
+        return self._reader.documents(rows, self._order.row(draw), draw.source)
+
+    def _reread(self, source: int, number: int, part: int, start: int) -> Pending:
+        draw = Draw(source, number)
+        documents = self._documents(draw)
+        if part >= len(documents) or start >= len(documents[part]):
+            where = self._sources[source].where(self._order.row(draw))
+            raise UserError(
+                f"data: {where} no longer gives the sample that the checkpoint's half-built pack "
+                "holds: restore the data and the data section, or start a new run from the "
+                "checkpoint's weights"
+            )
+        return Pending(draw, part, start, documents[part].piece(start, len(documents[part])))
