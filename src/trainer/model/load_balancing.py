@@ -70,12 +70,14 @@ def max_violation(expert_counts_LE: Tensor) -> Tensor:
 
     Args:
         expert_counts_LE: int64 counts, summed over ranks and micro-batches first: the metric is
-            not additive. A layer without tokens gives 0.
+            not additive. A layer without tokens gives 0; a dense model's `[0, 0]` an empty tensor.
     """
-    counts_LE = expert_counts_LE.to(torch.float64)
-    mean_L = counts_LE.mean(1)
-    violation_L = counts_LE.amax(1) / mean_L.clamp_min(1e-300) - 1
-    return torch.where(mean_L > 0, violation_L, torch.zeros_like(violation_L))
+    num_layers, num_experts = expert_counts_LE.shape
+    if num_experts == 0:
+        return expert_counts_LE.new_zeros(num_layers, dtype=torch.float64)
+    total_L = expert_counts_LE.sum(1)
+    share_L = expert_counts_LE.amax(1).double() / total_L.clamp_min(1)
+    return torch.where(total_L > 0, num_experts * share_L - 1, 0.0)
 
 
 def _pack_counts(record: RoutingRecord, mask_PS: Tensor | None) -> Tensor:

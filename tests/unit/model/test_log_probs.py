@@ -29,7 +29,7 @@ def plain_log_probs(hidden, weight, targets, temperature):
     return chosen * trained, (entropy * trained).detach()
 
 
-# fp64: rounding only. fp32: a few ulp of values of size 10. bf16: both round logits to 8 bits alike,
+# fp64: rounding only. fp32: a few ulp of values of size 10. bf16: both round logits alike,
 # and their gradients once more (2^-8 of sums of size 10).
 @pytest.mark.parametrize(
     ("dtype", "value_tolerance", "grad_tolerance"),
