@@ -82,6 +82,8 @@ class DataConfig(Section):
     """Whether a sample may continue in the next pack."""
     pack_lookahead: Count = 64
     """Samples considered at once when filling packs."""
+    prefetch: Bool = True
+    """Prepare the next batch in a thread while the step runs."""
 
 
 class ValConfig(Section):

@@ -133,7 +133,7 @@ class ChatRenderer:
         template = self._template(tools)
         has_marks = _GENERATION_BLOCK.search(template) is not None
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [list(messages)],
                 tools=list(tools) if tools else None,
                 chat_template=template,
@@ -143,7 +143,8 @@ class ChatRenderer:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise BadRow("template", f"the chat template refuses the row: {error}") from error
-        return Rendering(texts[0], tuple((a, b) for a, b in spans[0]) if has_marks else ())
+        texts, spans = rendered
+        return Rendering(texts[0], tuple(spans[0]) if has_marks else ())
 
 
 def _common_length(first: str, second: str) -> int:

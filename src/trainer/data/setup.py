@@ -19,6 +19,7 @@ from trainer.data.held_out import (
     split_rows,
 )
 from trainer.data.packing import Pack
+from trainer.data.prefetch import PrefetchedStream
 from trainer.data.sources import single_sources
 from trainer.data.stream import RowReader, SFTStream
 
@@ -28,14 +29,14 @@ class SFTData:
     """The data of a run.
 
     Args:
-        train: endless stream of packs.
+        train: endless stream of packs, asked for `data.batch_size` at a time.
         validation_packs: the validation set; empty without one.
         held_out: `val.num_generate` questions that are never trained on.
         majority_rate: part of them that the most common training answer gets right.
         description: a line for people.
     """
 
-    train: SFTStream
+    train: SFTStream | PrefetchedStream
     validation_packs: list[Pack]
     held_out: tuple[HeldOut, ...]
     majority_rate: float | None
@@ -66,8 +67,9 @@ def setup_sft_data(
     held_out = pick_held_out(split.validation, val_reader, encoder, val.num_generate)
     reader = RowReader(encoder, data, question_keys(split.validation, val_reader))
     weights = [source.weight for source in single_sources(data.source)]
+    stream = SFTStream(split.train, weights, reader, data, seed)
     return SFTData(
-        train=SFTStream(split.train, weights, reader, data, seed),
+        train=PrefetchedStream(stream, data.batch_size) if data.prefetch else stream,
         validation_packs=packs,
         held_out=held_out,
         majority_rate=majority_rate(split.train, val_reader, held_out),
