@@ -1,1 +1,1 @@
-
+"""The command line: parse, validate, dispatch. Read `main.py` first."""

@@ -24,7 +24,11 @@ class Section(BaseConfig):
     """A frozen config section that refuses unknown keys."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
     )
 
     @model_validator(mode="before")

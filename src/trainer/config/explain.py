@@ -111,7 +111,8 @@ def _message(
         case "union_tag_invalid":
             return _tag_message(path, value, place, where)
         case "model_type" | "model_attributes_type":
-            return f"{path}={value!r}: is a section{where}; set its fields, such as {path}.{_first_key(place)}"
+            example = f"{path}.{_first_key(place)}"
+            return f"{path}={value!r}: is a section{where}; set its fields, such as {example}"
         case _:
             return _rule_message(place, detail, values, where)
 

@@ -1,0 +1,132 @@
+"""The `trainer` command: parses, validates, dispatches, turns exceptions into exit statuses.
+
+Imports nothing heavy at the top: `trainer --help` must answer within a second, and a wrong config
+must fail before torch is loaded. Read `trainer.loops.sft` for what a run does.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+from trainer.cli import text
+from trainer.config import RunConfig, SFTConfig, dump_config, load_config
+from trainer.errors import Interrupted, UserError
+from trainer.seat import Seat, read_seat
+
+DONE, USER_ERROR = 0, 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words after the program's name; None: those of this process.
+
+    Returns:
+        The exit status: 0 done, 2 a user's error, 143 and 130 after SIGTERM and SIGINT. A failure
+        of the run is raised, which ends the process with 1 and a traceback.
+    """
+    args = sys.argv[1:] if argv is None else argv
+    seat = Seat(0, 1, 0)
+    try:
+        seat = read_seat()
+        _dispatch(args, seat)
+    except UserError as error:
+        _say(str(error), seat)
+        return USER_ERROR
+    except Interrupted as interruption:
+        return 128 + interruption.signum
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return DONE
+
+
+def _dispatch(args: list[str], seat: Seat) -> None:
+    match args:
+        case [] | ["--help" | "-h" | "help", *_]:
+            print(text.USAGE)
+        case ["--version"]:
+            print(text.version())
+        case ["sft" | "rl" | "pretrain" as command, *rest]:
+            _train(command, rest, seat)
+        case ["plan", "sft" | "rl" | "pretrain" as command, *rest]:
+            from trainer.cli.plan import plan
+
+            plan(config_class(command), rest)
+        case ["plan", *_]:
+            raise UserError("plan: say for which command: 'trainer plan sft @ FILE.toml'")
+        case ["export", *rest]:
+            from trainer.cli.export import export
+
+            export(rest)
+        case [unknown, *_]:
+            raise UserError(f"{unknown!r}: no such command; {text.COMMANDS_HINT}")
+
+
+def config_class(command: str) -> type[RunConfig]:
+    """Return the config class of a training command."""
+    match command:
+        case "sft":
+            return SFTConfig
+        case _:
+            raise UserError(f"{command!r}: not built yet; 'trainer sft' is")
+
+
+def _run_function(command: str) -> Callable[..., None]:
+    match command:
+        case "sft":
+            from trainer.loops.sft import run_sft
+
+            return run_sft
+        case _:
+            raise UserError(f"{command!r}: not built yet; 'trainer sft' is")
+
+
+def _train(command: str, args: list[str], seat: Seat) -> None:
+    cls = config_class(command)
+    if "--help" in args or "-h" in args:
+        print(text.command_help(command, cls))
+        return
+    is_dry_run = "--dry-run" in args
+    config, notes = _load_on_every_rank(cls, [word for word in args if word != "--dry-run"], seat)
+    if is_dry_run:
+        if seat.is_first:
+            print("".join(f"# note: {note}\n" for note in notes) + dump_config(config), end="")
+        return
+    _start_logging(seat)
+    for note in notes:
+        logging.getLogger(__name__).warning("%s", note)
+    _run_function(command)(config)
+
+
+def _load_on_every_rank(
+    cls: type[RunConfig], args: list[str], seat: Seat
+) -> tuple[RunConfig, list[str]]:
+    try:
+        return load_config(cls, args)
+    except UserError as error:
+        if seat.size > 1:
+            from trainer.parallel.world import announce_failed_start
+
+            announce_failed_start(str(error))
+        raise
+
+
+def _say(message: str, seat: Seat) -> None:
+    """Print an error once for all ranks that have it."""
+    if seat.size > 1:
+        from trainer.parallel.world import speaks_for_all
+
+        if not speaks_for_all(timedelta(seconds=10)):
+            return
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _start_logging(seat: Seat) -> None:
+    logging.basicConfig(
+        level=logging.INFO if seat.is_first else logging.WARNING,
+        format=f"%(asctime)s rank {seat.rank} %(levelname)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
