@@ -1,0 +1,45 @@
+import time
+
+import pytest
+import torch.distributed as dist
+
+from trainer.parallel.watchdog import Watchdog
+
+
+@pytest.fixture
+def pair():
+    store = dist.HashStore()
+    dogs = [Watchdog(rank, 2, 60.0, store) for rank in range(2)]
+    yield dogs
+    for dog in dogs:
+        dog.stop()
+
+
+def publish(dog: Watchdog) -> None:
+    dog._publish(dog.phase)
+
+
+def test_report_names_the_rank_that_lags_and_its_phase(pair):
+    first, second = pair
+    for name in ("data", "forward_backward"):
+        first.enter(name, True)
+    second.enter("data", True)
+    publish(second)
+    assert "rank 0 is in phase 'forward_backward' (number 2)" in first.report()
+    assert "it waits for rank 1, last seen in phase 'data' (number 1)" in first.report()
+
+
+def test_rank_that_others_wait_for_blames_nobody(pair):
+    first, second = pair
+    first.enter("data", True)
+    publish(first)
+    assert "waits for" not in second.report()
+
+
+def test_phase_is_published_by_the_thread(pair):
+    first, second = pair
+    second.enter("save_ckpt", True)
+    deadline = time.monotonic() + 10
+    while "save_ckpt" not in str(first._others()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert first._others()[1].name == "save_ckpt"
