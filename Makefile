@@ -1,0 +1,41 @@
+# Everything runs in .venv, made on first use with the Python named here (3.11 or newer).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO_DIR ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
+STAMP := $(VENV)/.installed
+
+.PHONY: help install demo test check format clean
+
+help:
+	@echo "make demo      train a small Qwen3-MoE on this machine, from nothing to weights"
+	@echo "make test      the whole CPU test suite"
+	@echo "make check     linters, types, import layers: all that CI runs besides the tests"
+	@echo "make format    let ruff mend what it can"
+	@echo "make install   only make $(VENV) and install into it"
+	@echo "make clean     remove $(VENV) and caches (not outputs/)"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/install.sh
+	PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/install.sh
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/trainer sft @ configs/sft/demo.toml --output-dir "$(DEMO_DIR)"
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf "$(VENV)" .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
