@@ -1,0 +1,100 @@
+"""The folder of checkpoints: names, which are complete, leftovers, what is kept.
+
+Owns `checkpoints/step_N` as names and files; never opens a tensor. A folder counts as a checkpoint
+when it has its final name and its manifest; anything else is a leftover of an interrupted write,
+named in the log and never taken for one. Read `store.py` next.
+"""
+
+import logging
+import re
+import shutil
+from pathlib import Path
+
+from trainer.checkpoint.manifest import MANIFEST
+from trainer.durable import PARTIAL, REPLACED, restore_replaced, sync_path
+
+logger = logging.getLogger(__name__)
+
+DELETED = ".deleted"
+_STEP = re.compile(r"step_(0|[1-9]\d*)")
+_LEFTOVER = re.compile(r"step_\d+(" + "|".join(map(re.escape, (PARTIAL, REPLACED, DELETED))) + ")")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Return where the checkpoint of `step` lies once it is complete."""
+    return root / f"step_{step}"
+
+
+def list_steps(root: Path) -> list[int]:
+    """Return the steps that have a complete checkpoint, ascending by number."""
+    if not root.is_dir():
+        return []
+    matches = ((_STEP.fullmatch(path.name), path) for path in root.iterdir())
+    return sorted(int(match[1]) for match, path in matches if match and is_complete(path))
+
+
+def is_complete(folder: Path) -> bool:
+    """Say whether a folder holds a whole checkpoint: the manifest is the last file written."""
+    return (folder / MANIFEST).is_file() and (folder / ".metadata").is_file()
+
+
+def list_leftovers(root: Path) -> list[Path]:
+    """Return what lies among the checkpoints and is none."""
+    if not root.is_dir():
+        return []
+    complete = {step_folder(root, step) for step in list_steps(root)}
+    return sorted(path for path in root.iterdir() if path not in complete)
+
+
+def recover(root: Path) -> None:
+    """Restore a checkpoint whose replacement was interrupted; name every leftover in the log."""
+    for path in list_leftovers(root):
+        if path.name.endswith(REPLACED) and restore_replaced(path.with_suffix("")):
+            logger.warning("restored %s, whose replacement was interrupted", path.with_suffix(""))
+    for path in list_leftovers(root):
+        logger.warning(
+            "%s is a leftover of an interrupted write, not a checkpoint: ignored%s",
+            path,
+            ", removed after the next save" if _is_ours(path) else "",
+        )
+
+
+def prune(root: Path, newest: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Delete what need not be kept, and the leftovers of interrupted writes.
+
+    Call it once the checkpoint of `newest` is durable. Newer ones, of a branch that was resumed
+    from an older step, are left alone.
+
+    Args:
+        root: The folder of checkpoints.
+        newest: The step just saved.
+        keep_last: How many of the steps up to `newest` to keep; None: all.
+        keep_every: Steps divisible by this are kept besides; None: none.
+    """
+    for path in list_leftovers(root):
+        if _is_ours(path):
+            shutil.rmtree(path)
+    for step in expendable(list_steps(root), newest, keep_last, keep_every):
+        _delete(step_folder(root, step))
+
+
+def expendable(
+    steps: list[int], newest: int, keep_last: int | None, keep_every: int | None
+) -> list[int]:
+    """Return the steps that `prune` would delete."""
+    if keep_last is None:
+        return []
+    older = [step for step in steps if step <= newest][:-keep_last]
+    return [step for step in older if keep_every is None or step % keep_every]
+
+
+def _delete(folder: Path) -> None:
+    # Renamed first: a removal that is interrupted must not leave half under the final name.
+    doomed = folder.with_name(folder.name + DELETED)
+    folder.rename(doomed)
+    sync_path(folder.parent)
+    shutil.rmtree(doomed)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_dir() and _LEFTOVER.fullmatch(path.name) is not None

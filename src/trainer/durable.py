@@ -1,0 +1,71 @@
+"""Folders that are complete or absent, whenever the process or the machine stops.
+
+Owns the order of fsync and rename. Does not know what a folder holds. Read
+`trainer.checkpoint.folder` and `trainer.model.export`, which write their folders through it.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+PARTIAL = ".partial"
+REPLACED = ".replaced"
+
+
+def beside(final: Path) -> Path:
+    """Return the folder to write in until `publish` gives it the name `final`."""
+    return final.with_name(final.name + PARTIAL)
+
+
+def start_folder(final: Path) -> Path:
+    """Create the empty folder beside `final`, dropping what an interrupted write left there."""
+    partial = beside(final)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(final: Path) -> None:
+    """Make the folder beside `final` durable, then give it its name.
+
+    A folder of that name is moved aside first and removed last: at every moment one of the two is
+    there whole (see `restore_replaced`).
+    """
+    partial, replaced = beside(final), final.with_name(final.name + REPLACED)
+    sync_tree(partial)
+    if final.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        final.rename(replaced)
+    partial.rename(final)
+    sync_path(final.parent)
+    sync_path(final.parent.parent)  # the parent itself may be new
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def restore_replaced(final: Path) -> bool:
+    """Undo a replacement that was interrupted between its two renames; say whether it was."""
+    replaced = final.with_name(final.name + REPLACED)
+    if final.exists() or not replaced.exists():
+        return False
+    replaced.rename(final)
+    sync_path(final.parent)
+    return True
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder under `folder` to the disk."""
+    for path in folder.rglob("*"):
+        sync_path(path)
+    sync_path(folder)
+
+
+def sync_path(path: Path) -> None:
+    """Flush one file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,171 @@
+"""A folder in Hugging Face layout: safetensors files of bounded size, index, configs, tokenizer.
+
+Owns which tensor goes into which file and the files beside the weights. Does not gather tensors
+(`export.py`) and does not name folders or make them durable (`trainer.durable`).
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from trainer.errors import UserError
+from trainer.model.hf_names import Piece
+
+WEIGHT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """Which published tensors each file holds, decided from names and shapes alone.
+
+    Attributes:
+        files: Per file its name and the tensors in it, in the order they must be added.
+        total_bytes: Bytes of all tensors.
+    """
+
+    files: tuple[tuple[str, tuple[str, ...]], ...]
+    total_bytes: int
+
+
+def plan_files(pieces: list[Piece], dtype: torch.dtype, max_shard_gib: float) -> FilePlan:
+    """Fill files one after the other, none above the limit unless one tensor alone is.
+
+    Args:
+        pieces: All published tensors, in writing order.
+        dtype: What they are written as.
+        max_shard_gib: Largest size of a file in GiB.
+    """
+    groups: list[list[str]] = [[]]
+    filled, total = 0, 0
+    for piece in pieces:
+        size = math.prod(piece.shape) * dtype.itemsize
+        if groups[-1] and filled + size > max_shard_gib * GIB:
+            groups.append([])
+            filled = 0
+        groups[-1].append(piece.name)
+        filled, total = filled + size, total + size
+    names = _file_names(len(groups))
+    return FilePlan(tuple(zip(names, map(tuple, groups), strict=True)), total)
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+class WeightFiles:
+    """Writes planned files as soon as their tensors are there, holding one file's at a time.
+
+    Args:
+        folder: Where the files go.
+        plan: Which tensor goes where.
+    """
+
+    def __init__(self, folder: Path, plan: FilePlan) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._waiting = list(plan.files)
+        self._held: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take the next tensor, on the host in its final dtype, and write its file if it is full.
+
+        Raises:
+            ValueError: the tensor holds a NaN or an infinity.
+        """
+        file_name, names = self._waiting[0]
+        assert name == names[len(self._held)], f"{name} is not the next of {file_name}"
+        if not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ValueError(f"{name} is not finite as {tensor.dtype}")
+        self._held[name] = tensor.contiguous()
+        if len(self._held) == len(names):
+            save_file(self._held, self._folder / file_name, metadata={"format": "pt"})
+            self._held = {}
+            self._waiting.pop(0)
+
+    def finish(self) -> None:
+        """Write the index, where there are several files."""
+        assert not self._waiting, f"{self._waiting[0][0]} is not full"
+        if len(self._plan.files) == 1:
+            return
+        weight_map = {name: file for file, names in self._plan.files for name in names}
+        index = {
+            "metadata": {"total_size": self._plan.total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        _write_json(self._folder / "model.safetensors.index.json", index)
+
+
+def write_companions(
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    dtype: str | None = None,
+) -> None:
+    """Write what stands beside the weights: `config.json`, generation config, tokenizer.
+
+    Args:
+        config: The model's config.
+        tokenizer: What the model was trained with; None: none is written.
+        folder: Where to.
+        dtype: Dtype of the weights; None: left open, as in a checkpoint.
+    """
+    _write_json(folder / "config.json", published_config(config, dtype))
+    generation = GenerationConfig.from_model_config(config)
+    if tokenizer is not None:
+        generation.eos_token_id = tokenizer.eos_token_id
+        generation.bos_token_id = tokenizer.bos_token_id
+        generation.pad_token_id = tokenizer.pad_token_id
+        tokenizer.save_pretrained(folder)
+    generation.save_pretrained(folder)
+
+
+def published_config(config: PretrainedConfig, dtype: str | None) -> dict[str, Any]:
+    """Return `config.json` for readers on transformers v5 and v4.
+
+    v4 knows neither `rope_parameters` nor `num_local_experts` nor `dtype`, and takes its own
+    defaults without a word, so the older names are written beside the newer ones.
+    """
+    content = config.to_dict()
+    for key in ("_name_or_path", "id2label", "label2id"):
+        content.pop(key, None)
+    content["architectures"] = [ARCHITECTURES[config.model_type]]
+    rope = content["rope_parameters"]
+    content["rope_theta"] = rope["rope_theta"]
+    if rope["rope_type"] != "default":
+        content["rope_scaling"] = rope
+    if config.model_type == "qwen3_moe":
+        content["num_experts"] = config.num_experts
+    content["dtype"] = content["torch_dtype"] = dtype
+    return content
+
+
+def weight_dtype(name: str) -> torch.dtype:
+    """Return the dtype of that name.
+
+    Raises:
+        UserError: weights are not written in it.
+    """
+    if name not in WEIGHT_DTYPES:
+        raise UserError(
+            f"dtype={name!r}: weights are written as one of {', '.join(WEIGHT_DTYPES)}; choose one"
+        )
+    return WEIGHT_DTYPES[name]
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,92 @@
+"""Ranks that agree on the host: one rank's failure becomes the same failure on all.
+
+Owns small collectives over host objects. Does not own start-up or teardown of the process group
+(`trainer.parallel.world`). Read `trainer.checkpoint.store` for the pattern in use.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All ranks of the run, for objects and decisions on the host.
+
+    Args:
+        group: The process group; None: the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    @classmethod
+    def with_own_group(cls) -> Self:
+        """Return ranks over a gloo group of their own, which a background thread may use.
+
+        Collective: creates a group; every rank must call, in the same order as other groups.
+        """
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "every rank is in the group of all"
+        return cls(group)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, by rank. Collective: all ranks, one all-gather."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, error: str | None, kind: type[Exception] = RuntimeError) -> None:
+        """Raise the same `kind` on every rank if any rank has an error.
+
+        The message names the ranks, unless all say the same.
+
+        Raises:
+            kind: some rank's `error` is not None.
+
+        Collective: all ranks, one all-gather.
+        """
+        by_message: dict[str, list[int]] = {}
+        for rank, message in enumerate(self.gather(error)):
+            if message is not None:
+                by_message.setdefault(message, []).append(rank)
+        if not by_message:
+            return
+        if len(by_message) == 1 and (len(next(iter(by_message.values()))) == self.size):
+            raise kind(next(iter(by_message)))
+        raise kind(
+            "; ".join(f"rank {_listed(ranks)}: {text}" for text, ranks in by_message.items())
+        )
+
+    def on_first(self, function: Callable[[], T], *failures: type[Exception]) -> T:
+        """Return rank 0's `function()` on every rank; a failure there is raised on all.
+
+        Args:
+            function: What only rank 0 may do; its result is sent to the others.
+            failures: Exceptions to pass on; they are raised on each rank with their own type.
+
+        Collective: all ranks, one broadcast.
+        """
+        outcome: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                outcome[0] = function()
+            except failures as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
