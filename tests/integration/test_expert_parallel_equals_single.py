@@ -32,7 +32,11 @@ TOKENS = {  # of each rank, in one pack
     "one token": (0, 0, 1, 0),
     "all ranks empty": (0, 0, 0, 0),
 }
-DTYPES = {"fp64 loop": (torch.float64, "loop"), "fp32 grouped": (torch.float32, "grouped_mm")}
+DTYPES = {
+    "fp64 loop": (torch.float64, "loop"),
+    "fp32 grouped": (torch.float32, "grouped_mm"),
+    "bf16 grouped": (torch.bfloat16, "grouped_mm"),
+}
 CASES = list(itertools.product((1, 2, 4), DTYPES, TOKENS, (False, True)))
 """(ep, dtype and impl, tokens, is_skewed)"""
 
@@ -78,7 +82,10 @@ def run_block(block, x_TD, is_checkpointed=False):
     (output.square().sum() + load_balancing_P.sum()).backward()
     tensors = {name: to_local(p.grad) for name, p in block.named_parameters()}
     tensors |= {"output": output.detach()[0], "x": x_1TD.grad[0]}
-    return {name: tensor.clone().numpy() for name, tensor in tensors.items()}
+    return {
+        name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)).numpy()
+        for name, tensor in tensors.items()
+    }
 
 
 def to_local(tensor):
@@ -183,7 +190,7 @@ def single_process(dtype, impl, counts, is_skewed):
 
 def assert_close(actual, expected, dtype=torch.float32):
     """Sums in another order: a few roundings of the largest entry (entries cancel)."""
-    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6}[dtype]
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
     scale = np.abs(expected).max(initial=1.0)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale)
 

@@ -166,6 +166,16 @@ def test_tied_experts_survive_checkpointing_with_noise_in_the_recomputation():
     assert x_PSD.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("impl", ["grouped_mm", "loop"])
+def test_a_non_finite_token_neither_crashes_nor_spreads(impl, bad):
+    block, x_PSD = make_block(impl), torch.randn(P, S, D)
+    x_PSD[0, 3] = bad
+    output_PSD = block(x_PSD)
+    is_bad_PS = ~output_PSD.isfinite().all(-1)
+    assert is_bad_PS.nonzero().tolist() == [[0, 3]]
+
+
 def test_the_block_runs_inside_a_compiled_layer():
     block, x_PSD = make_block(), torch.randn(P, S, D)
     layer = torch.nn.Sequential(torch.nn.Linear(D, D), block)
