@@ -231,7 +231,8 @@ class SFTStream:
 
     def _draw_row(self, source: int) -> None:
         """Add the next usable row of a source to what is pending."""
-        for _ in range(len(self._sources[source])):
+        # Any 2 n - 1 draws in a row hold a whole epoch, wherever they begin.
+        for _ in range(2 * len(self._sources[source])):
             draw = self._order.draw(source)
             documents = self._documents(draw)
             if documents:

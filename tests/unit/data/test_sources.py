@@ -1,0 +1,143 @@
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.support.rows import chat_row, write_jsonl
+from trainer.config.data import FilesSource, HubSource, ReasoningGymSource
+from trainer.data.sources import ChainedRows, ReasoningGymRows, SplitRows, open_rows
+from trainer.errors import UserError
+
+CALL = {"name": "f", "arguments": {"x": 1}}
+ROWS = [chat_row(f"q{i}", "a") for i in range(4)]
+ROWS[3]["messages"][1]["tool_calls"] = [CALL]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_a_folder_gives_all_its_files_in_order_of_their_names(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "rows/b.jsonl", ROWS[2:3])
+    write_jsonl(tmp_path / "rows/a/x.jsonl", ROWS[:2])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "rows/c.parquet")
+    (tmp_path / "rows/README.md").write_text("not data")
+    rows = open_rows(FilesSource(path=str(tmp_path / "rows")))
+    assert [rows[i] for i in range(len(rows))] == ROWS
+    assert rows.where(2) == f"{tmp_path}/rows/b.jsonl:1"
+    assert rows.where(3) == f"{tmp_path}/rows/c.parquet: row 1"
+
+
+def test_parquet_rows_lose_the_nulls_that_arrow_adds(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    rows = open_rows(FilesSource(path=str(path)))
+    assert [rows[i] for i in range(4)] == ROWS
+
+
+def test_a_hub_data_set_is_read_by_name(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "set/train.jsonl", ROWS[:3])
+    rows = open_rows(HubSource(name=str(tmp_path / "set")))
+    assert [rows[i] for i in range(len(rows))] == ROWS[:3]
+    assert rows.where(0) == f"{tmp_path}/set[train]: row 1"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (FilesSource(path="/nowhere"), r"data\.source\.path='/nowhere' does not exist"),
+        (HubSource(name="/nowhere"), r"data\.source\.name='/nowhere' .* cannot be loaded"),
+        (
+            ReasoningGymSource(task="spell_backwards", size=1),
+            r"data\.source\.task='spell_backwards' .* did you mean spell_backward",
+        ),
+        (
+            ReasoningGymSource(task="spell_backward", size=1, params={"max_len": 3}),
+            r"data\.source\.params=\{'max_len': 3\}",
+        ),
+        (
+            ReasoningGymSource(task="spell_backward", size=1, params={"min_word_len": 0}),
+            r"data\.source\.params=\{'min_word_len': 0\}",
+        ),
+    ],
+    ids=["files", "hub", "task", "params", "value"],
+)
+def test_a_source_that_cannot_be_opened_is_named(source, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_rows(source)
+
+
+def test_an_empty_source_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(UserError, match=r"data\.source\.path='.*a\.jsonl' has no rows"):
+        open_rows(FilesSource(path=str(tmp_path / "a.jsonl")))
+
+
+def test_a_folder_without_data_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(UserError, match=r"has no such file: give a \.jsonl or \.parquet"):
+        open_rows(FilesSource(path=str(tmp_path)))
+
+
+def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"a\.parquet is not a readable Parquet file"):
+        open_rows(FilesSource(path=str(tmp_path / "a.parquet")))
+
+
+def test_task_items_are_an_index_range_of_one_seed() -> None:
+    whole = open_rows(ReasoningGymSource(task="spell_backward", size=10))
+    part = open_rows(ReasoningGymSource(task="spell_backward", size=4, start=6))
+    assert [part[i] for i in range(4)] == [whole[i] for i in range(6, 10)]
+    assert part.where(0) == "spell_backward(seed=0): item 6"
+
+
+def test_template_and_system_turn_shape_the_question() -> None:
+    source = ReasoningGymSource(
+        task="spell_backward", size=1, template="reverse {word}", system="be brief"
+    )
+    rows = ReasoningGymRows(source)
+    item = rows.item(0)
+    assert rows[0]["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": f"reverse {item['metadata']['word']}"},
+        {"role": "assistant", "content": item["answer"]},
+    ]
+
+
+def test_a_template_with_an_unknown_field_names_the_fields() -> None:
+    rows = open_rows(ReasoningGymSource(task="spell_backward", size=1, template="{wrod}"))
+    with pytest.raises(UserError, match=r"template='\{wrod\}'.*'word'"):
+        rows[0]
+
+
+class Numbers:
+    def __init__(self, numbers: range) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> dict:
+        return {"n": self.numbers[index]}
+
+    def where(self, index: int) -> str:
+        return f"n{self.numbers[index]}"
+
+
+def test_chained_rows_skip_empty_parts() -> None:
+    rows = ChainedRows([Numbers(range(2)), Numbers(range(0)), Numbers(range(2, 5))])
+    assert [rows[i]["n"] for i in range(len(rows))] == list(range(5))
+    assert rows.where(2) == "n2"
+
+
+def test_the_parts_of_a_split_are_disjoint_and_whole() -> None:
+    rows = Numbers(range(50))
+    held_out, rest = SplitRows(rows, 0, 10), SplitRows(rows, 10, 50)
+    numbers = [part[i]["n"] for part in (held_out, rest) for i in range(len(part))]
+    assert len(held_out) == 10
+    assert sorted(numbers) == list(range(50))
