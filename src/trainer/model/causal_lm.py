@@ -1,0 +1,183 @@
+"""transformers' Qwen3 networks with our experts and our forward: log-probs, never full logits.
+
+Owns what happens between token ids and `TokenOutputs`. Layers, attention, norms and `generate` are
+transformers'. Does not own sharding (`setup.py`). Read next: `moe.py`, `attention.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import LongTensor, Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from trainer.model.attention import AttentionName, packed_mask
+from trainer.model.load_balancing import RoutingRecord, summarize_routing
+from trainer.model.log_probs import token_log_probs
+from trainer.model.moe import MoEBlock, record_routing
+from trainer.model.outputs import TokenOutputs
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a network computes, resolved for this machine.
+
+    Attributes:
+        attention: Implementation of transformers.
+        experts: Implementation of the grouped matrix product.
+        logits_chunk_tokens: Tokens whose logits exist at once.
+    """
+
+    attention: AttentionName
+    experts: Literal["grouped_mm", "loop"]
+    logits_chunk_tokens: int
+
+
+class DenseCausalLM(Qwen3ForCausalLM):
+    """A dense Qwen3; see `forward_tokens` for what a call does."""
+
+    def __init__(self, config: Qwen3Config, computation: Computation) -> None:
+        config._attn_implementation = computation.attention
+        super().__init__(config)
+        self.computation = computation
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - another contract
+        self,
+        input_ids: LongTensor | None = None,
+        position_ids: LongTensor | None = None,
+        target_ids: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        logits: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Score targets as `forward_tokens` does; without them, run transformers' forward."""
+        if target_ids is None and not logits:
+            return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        assert input_ids is not None, "a call needs input_ids"
+        assert position_ids is not None, "packs are told apart by position_ids"
+        assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
+        return forward_tokens(self, input_ids, position_ids, target_ids, temperature, with_entropy)
+
+
+class MoECausalLM(Qwen3MoeForCausalLM):
+    """A Qwen3 mixture of experts with our experts; see `forward_tokens` for what a call does."""
+
+    def __init__(self, config: Qwen3MoeConfig, computation: Computation) -> None:
+        config._attn_implementation = computation.attention
+        super().__init__(config)
+        self.computation = computation
+        for layer in self.model.layers:
+            if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock):
+                layer.mlp = MoEBlock(
+                    hidden_size=config.hidden_size,
+                    moe_intermediate_size=config.moe_intermediate_size,
+                    num_experts=config.num_experts,
+                    num_experts_per_tok=config.num_experts_per_tok,
+                    norm_topk_prob=config.norm_topk_prob,
+                    impl=computation.experts,
+                )
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - another contract
+        self,
+        input_ids: LongTensor | None = None,
+        position_ids: LongTensor | None = None,
+        target_ids: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        logits: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Score targets as `forward_tokens` does; without them, run transformers' forward."""
+        if target_ids is None and not logits:
+            return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        assert input_ids is not None, "a call needs input_ids"
+        assert position_ids is not None, "packs are told apart by position_ids"
+        assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
+        return forward_tokens(self, input_ids, position_ids, target_ids, temperature, with_entropy)
+
+
+CausalLM = DenseCausalLM | MoECausalLM
+
+
+def forward_tokens(
+    model: CausalLM,
+    input_ids_PS: Tensor,
+    position_ids_PS: Tensor,
+    target_ids_PS: Tensor | None,
+    temperature: float,
+    with_entropy: bool,
+) -> TokenOutputs | Tensor:
+    """Score every target of a micro-batch of packs.
+
+    Args:
+        model: Called through its `forward`, so that FSDP has gathered the output projection.
+        input_ids_PS: `[P, S]`, int64, local to this rank.
+        position_ids_PS: `[P, S]`, int64; documents of a pack are told apart by its restarts.
+        target_ids_PS: `[P, S]`, int64, what each position should predict, -100 for nothing; None:
+            return logits instead, for inputs small enough to hold them.
+        temperature: Divides the logits.
+        with_entropy: Also return the entropy of each prediction.
+
+    Returns:
+        The outputs, or logits `[P, S, V]` in the compute dtype without targets.
+
+    Collective: all ranks, FSDP's gathers and the experts' all-to-all, layer by layer.
+    """
+    blocks = moe_blocks(model)
+    with record_routing(blocks) as records:
+        hidden_PSD = _hidden_states(model, input_ids_PS, position_ids_PS)
+    if target_ids_PS is None:
+        return model.lm_head(hidden_PSD)
+    log_probs_T, entropy_T = token_log_probs(
+        hidden_PSD.flatten(0, 1),
+        model.lm_head.weight,
+        target_ids_PS.flatten(),
+        temperature=temperature,
+        chunk_tokens=model.computation.logits_chunk_tokens,
+        with_entropy=with_entropy,
+    )
+    load_balancing_P, expert_counts_LE = _routing(records, log_probs_T, len(input_ids_PS))
+    return TokenOutputs(
+        # A copy: FSDP hooks its backward on outputs, which an in-place operation on a view loses.
+        log_probs_PS=log_probs_T.view_as(target_ids_PS).clone(),
+        entropy_PS=None if entropy_T is None else entropy_T.view_as(target_ids_PS),
+        load_balancing_P=load_balancing_P,
+        expert_counts_LE=expert_counts_LE,
+    )
+
+
+def moe_blocks(model: nn.Module) -> list[MoEBlock]:
+    """Return the MoE blocks of a network in layer order; none if dense."""
+    return [module for module in model.modules() if isinstance(module, MoEBlock)]
+
+
+def _hidden_states(model: CausalLM, input_ids_PS: Tensor, position_ids_PS: Tensor) -> Tensor:
+    """Return the normalized hidden states `[P, S, D]` after the last layer."""
+    # The finished mask is passed because transformers' own detection of packs depends on which
+    # other arguments are given and fails silently. Its caching is off for the same reason.
+    mask = packed_mask(
+        position_ids_PS, model.computation.attention, model.model.embed_tokens.weight.dtype
+    )
+    outputs = model.model(
+        input_ids=input_ids_PS,
+        attention_mask=_as_model_takes_it(model, mask),
+        position_ids=position_ids_PS,
+        use_cache=False,
+    )
+    return outputs.last_hidden_state
+
+
+def _as_model_takes_it(model: CausalLM, mask: Any) -> Any:
+    # Of masks that are finished, the dense network takes one per kind of layer.
+    return {"full_attention": mask} if isinstance(model, DenseCausalLM) else mask
+
+
+def _routing(records: list[RoutingRecord], like: Tensor, num_packs: int) -> tuple[Tensor, Tensor]:
+    if not records:
+        none = torch.zeros(0, 0, dtype=torch.int64, device=like.device)
+        return like.new_zeros(num_packs), none
+    return summarize_routing(records)

@@ -1,0 +1,195 @@
+"""Builds the network of a config on a mesh: shapes, sharding, then weights.
+
+Owns the order of construction and what is sharded how. Read next: `causal_lm.py` (the network),
+`trainer/parallel/fsdp.py` (the policy), `init.py` and `weights.py` (the values).
+"""
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3MoeConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+from trainer.config.model import ModelConfig
+from trainer.errors import UserError
+from trainer.model.architecture import QwenConfig, locate_model, resolve_architecture
+from trainer.model.attention import choose_attention
+from trainer.model.causal_lm import CausalLM, Computation, DenseCausalLM, MoECausalLM
+from trainer.model.experts import choose_experts_impl
+from trainer.model.init import init_random_
+from trainer.model.moe import MoEBlock
+from trainer.model.weights import load_weights_
+from trainer.parallel.agreement import Ranks
+from trainer.parallel.fsdp import prefetch_next_, shard_dense_, shard_experts_
+from trainer.parallel.mesh import ep_mesh
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def setup_model(
+    config: ModelConfig, mesh: DeviceMesh, *, seed: int = 0, reshard_after_forward: bool = True
+) -> CausalLM:
+    """Build, shard and fill the network that `config` asks for.
+
+    Parameter names and shapes are transformers' own; each parameter is a DTensor on the mesh's
+    axes with fp32 values. The same config and seed give the same weights on any mesh.
+
+    Args:
+        config: The `model` section.
+        mesh: From `trainer.parallel.build_mesh`.
+        seed: Of random weights.
+        reshard_after_forward: `parallel.reshard_after_forward`.
+
+    Raises:
+        UserError: on all ranks, if the name, the architecture, the weights or `parallel.ep` do not
+            fit together.
+
+    Collective: all ranks.
+
+    Example:
+        mesh = build_mesh(config.parallel, "cpu")
+        model = setup_model(config.model, mesh)
+        outputs = model(input_ids, position_ids=position_ids, target_ids=target_ids)
+    """
+    device = _device(mesh)
+    hf_config = _agreed_architecture(config, mesh)
+    with torch.device("meta"):
+        model = _build(hf_config, _resolve_computation(config, hf_config, device.type))
+    if config.activation_checkpointing:
+        _checkpoint_activations_(model)
+    _shard_(model, mesh, _DTYPES[config.compute_dtype], reshard_after_forward)
+    _materialize_(model, device)
+    if config.weights == "random":
+        init_random_(model, seed=seed, std=hf_config.initializer_range)
+    else:
+        _load_(model, config)
+    if config.compile:
+        _compile_(model)
+    return model
+
+
+def _agreed_architecture(config: ModelConfig, mesh: DeviceMesh) -> QwenConfig:
+    """Resolve the architecture; what fails on one rank is raised on all."""
+    hf_config, error = None, None
+    try:
+        hf_config = resolve_architecture(config)
+        _check_ep(hf_config, ep_mesh(mesh).size())
+    except UserError as caught:
+        error = str(caught)
+    Ranks().agree(error, UserError)
+    assert hf_config is not None
+    return hf_config
+
+
+def _check_ep(hf_config: QwenConfig, ep_size: int) -> None:
+    num_experts = hf_config.num_experts if isinstance(hf_config, Qwen3MoeConfig) else 0
+    if num_experts % ep_size or (ep_size > 1 and num_experts == 0):
+        raise UserError(
+            f"parallel.ep={ep_size} does not divide num_experts={num_experts}: every rank of the "
+            "ep axis holds as many experts; choose an ep that divides them (1 for a dense model)"
+        )
+
+
+def _resolve_computation(
+    config: ModelConfig, hf_config: QwenConfig, device_type: str
+) -> Computation:
+    attention = choose_attention(config.attention, device_type)
+    experts = "loop"
+    if isinstance(hf_config, Qwen3MoeConfig):
+        choice = choose_experts_impl(
+            config.experts,
+            dtype=_DTYPES[config.compute_dtype],
+            hidden_size=hf_config.hidden_size,
+            moe_intermediate_size=hf_config.moe_intermediate_size,
+            device_type=device_type,
+        )
+        experts = choice.name
+        logger.info("experts: %s (%s)", choice.name, choice.reason)
+    logger.info("attention: %s", attention)
+    return Computation(attention, experts, config.logits_chunk_tokens)
+
+
+def _build(hf_config: QwenConfig, computation: Computation) -> CausalLM:
+    if isinstance(hf_config, Qwen3MoeConfig):
+        return MoECausalLM(hf_config, computation)
+    return DenseCausalLM(hf_config, computation)
+
+
+def _shard_(
+    model: CausalLM, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard_after_forward: bool
+) -> None:
+    """Make each layer's experts, each layer, and what remains FSDP units, inside out."""
+    units: list[list[nn.Module]] = []
+    for layer in model.model.layers:
+        unit: list[nn.Module] = [layer]
+        if isinstance(layer.mlp, MoEBlock):
+            experts = layer.mlp.experts
+            experts.set_ep(ep_mesh(mesh).get_group())
+            shard_experts_(
+                experts, mesh, compute_dtype, reshard_after_forward=reshard_after_forward
+            )
+            unit.append(experts)
+        shard_dense_(layer, mesh, compute_dtype, reshard_after_forward=reshard_after_forward)
+        units.append(unit)
+    # Embeddings and output projection are needed again at the start of the backward.
+    shard_dense_(model, mesh, compute_dtype, reshard_after_forward=False)
+    prefetch_next_(units)
+
+
+def _materialize_(model: CausalLM, device: torch.device) -> None:
+    """Give a meta model memory: parameters without values, buffers with theirs, ties remade."""
+    model.to_empty(device=device)
+    model.model.register_module("rotary_emb", _rotary(model.config).to(device))
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def _rotary(hf_config: QwenConfig) -> nn.Module:
+    if isinstance(hf_config, Qwen3MoeConfig):
+        return Qwen3MoeRotaryEmbedding(hf_config)
+    return Qwen3RotaryEmbedding(hf_config)
+
+
+def _load_(model: CausalLM, config: ModelConfig) -> None:
+    assert config.name is not None, "ModelConfig has a source"
+    folder = locate_model(config.name, with_weights=True)
+    tied = frozenset({"lm_head.weight"}) if model.config.tie_word_embeddings else frozenset()
+    read = load_weights_(model, folder, ignored=tied)
+    logger.info(
+        "read %d tensors, %.2f GiB from %s", read.num_tensors, read.num_bytes / 2**30, folder
+    )
+
+
+def _checkpoint_activations_(model: CausalLM) -> None:
+    """Recompute each layer in the backward instead of keeping its activations."""
+    for layer in cast(Iterable[GradientCheckpointingLayer], model.model.layers):
+        recompute = partial(checkpoint, use_reentrant=False)
+        if isinstance(layer.mlp, MoEBlock):
+            recompute = partial(recompute, context_fn=layer.mlp.gate.checkpoint_contexts)
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = recompute  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _compile_(model: CausalLM) -> None:
+    """Compile what has static shapes: attention, norms and dense MLPs, module by module."""
+    for layer in model.model.layers:
+        for name, module in layer.named_children():
+            if not isinstance(module, MoEBlock):
+                logger.debug("compiling %s", name)
+                module.compile()
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)

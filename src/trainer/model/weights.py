@@ -1,0 +1,226 @@
+"""Reads Hugging Face safetensors into a sharded model; each rank reads only what it holds.
+
+Owns which file tensor lands where. Published checkpoints name each expert's matrices, the model
+holds stacks; both forms are read. Writing is `export.py`. Read next: `trainer/parallel/boxes.py`.
+"""
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.parallel.agreement import Ranks
+from trainer.parallel.boxes import Box, local_box, local_part
+
+_INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The published matrices of one expert in the order of a stack's rows."""
+_NUM_NAMED = 3
+"""Tensors listed in a message; the rest is a count."""
+
+
+@dataclass(frozen=True)
+class WeightsRead:
+    """What this rank took from the files."""
+
+    num_tensors: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor in a file and the box of a parameter that it fills.
+
+    Attributes:
+        name: In the file.
+        shape: That the file must have.
+        box: In the global parameter; has one more dim where the piece is one expert of a stack.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+
+
+def load_weights_(model: nn.Module, folder: Path, *, ignored: frozenset[str]) -> WeightsRead:
+    """Fill every parameter of `model` from the safetensors files of `folder`.
+
+    All names and shapes are checked before anything is read.
+
+    Args:
+        model: Materialized; parameters plain or DTensor.
+        folder: Holds `model.safetensors`, or shards with an index.
+        ignored: Names that files may hold and the model does not (tied copies).
+
+    Raises:
+        UserError: on all ranks: a file is missing or damaged, a tensor is missing, unknown or
+            misshaped on any of them.
+
+    Collective: all ranks, one all-gather before reading and one after.
+    """
+    ranks = Ranks()
+    with ExitStack() as stack:
+        files, error = None, None
+        try:
+            files = WeightFiles(folder, stack)
+            plan = {name: _pieces(name, p, files) for name, p in model.named_parameters()}
+            _check(plan, files, ignored)
+        except UserError as caught:
+            error, plan = str(caught), {}
+        ranks.agree(error, UserError)
+        assert files is not None
+        read, error = WeightsRead(0, 0), None
+        try:
+            read = _fill_(model, plan, files)
+        except SafetensorError as caught:
+            error = f"model.name={str(folder)!r}: a tensor could not be read ({caught})"
+        ranks.agree(error, UserError)
+        return read
+
+
+class WeightFiles:
+    """The opened safetensors files of a folder, by tensor name."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self._handles: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        for file in _list_files(folder):
+            handle = stack.enter_context(_open(file))
+            self._handles[file] = handle
+            self._file_of |= dict.fromkeys(handle.keys(), file)
+        self.names = frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return tuple(self._slice(name).get_shape())
+
+    def file_name(self, name: str) -> str:
+        """Return the name of the file that holds a tensor."""
+        return self._file_of[name].name
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Return a part of a tensor, on the CPU, in the file's dtype; reads no more than that."""
+        return self._slice(name)[part]
+
+    def _slice(self, name: str) -> Any:
+        return self._handles[self._file_of[name]].get_slice(name)
+
+
+def _list_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"{index} is not a weights index ({error!r}): copy the model again"
+            ) from error
+        files = [folder / name for name in names]
+    else:
+        files = [folder / _SINGLE_FILE]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise UserError(
+            f"model.name={str(folder)!r} lacks the weights file {_listed(missing)}: copy it there, "
+            "or set model.weights = 'random'"
+        )
+    return files
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"weights file {file} is damaged or half-written ({error}, {file.stat().st_size} "
+            "bytes): copy it again"
+        ) from error
+
+
+def _pieces(name: str, parameter: nn.Parameter, files: WeightFiles) -> list[Piece]:
+    """Return where the values of a parameter lie, in whichever form the files have."""
+    shape = tuple(parameter.shape)
+    if len(shape) != 3 or name in files.names:
+        return [Piece(name, shape, Box((0,) * len(shape), shape))]
+    prefix, _, stack_name = name.rpartition(".")
+    projections = _PROJECTIONS[stack_name]
+    rows = shape[1] // len(projections)
+    return [
+        Piece(
+            f"{prefix}.{expert}.{projection}.weight",
+            (rows, shape[2]),
+            Box((expert, part * rows, 0), (1, rows, shape[2])),
+        )
+        for expert in range(shape[0])
+        for part, projection in enumerate(projections)
+    ]
+
+
+def _check(plan: dict[str, list[Piece]], files: WeightFiles, ignored: frozenset[str]) -> None:
+    needed = {piece.name: piece for pieces in plan.values() for piece in pieces}
+    where = f"model.name={str(files.folder)!r}"
+    missing = [name for name in needed if name not in files.names]
+    if missing:
+        raise UserError(
+            f"{where} lacks the tensor {_listed(missing)}, which the architecture has: use weights "
+            "of this architecture, or set model.weights = 'random'"
+        )
+    extra = sorted(files.names - needed.keys() - ignored)
+    if extra:
+        raise UserError(
+            f"{where} holds the tensor {_listed(extra)} in {files.file_name(extra[0])}, which the "
+            "architecture lacks: use weights of this architecture"
+        )
+    for name, piece in needed.items():
+        if files.shape(name) != piece.shape:
+            raise UserError(
+                f"{where}: tensor {name} in {files.file_name(name)} has shape "
+                f"{list(files.shape(name))}, the architecture {list(piece.shape)}: use weights of "
+                "this architecture"
+            )
+
+
+@torch.no_grad()
+def _fill_(model: nn.Module, plan: dict[str, list[Piece]], files: WeightFiles) -> WeightsRead:
+    num_tensors = num_bytes = 0
+    for name, parameter in model.named_parameters():
+        held, local = local_box(parameter), local_part(parameter)
+        for piece in plan[name]:
+            overlap = _overlap(held, piece.box)
+            if overlap.is_empty:
+                continue
+            in_piece = _relative(overlap, piece.box)[len(overlap.sizes) - len(piece.shape) :]
+            values = files.read(piece.name, in_piece)
+            local[_relative(overlap, held)].copy_(values.view(overlap.sizes))
+            num_tensors += 1
+            num_bytes += values.nbytes
+    return WeightsRead(num_tensors, num_bytes)
+
+
+def _overlap(a: Box, b: Box) -> Box:
+    starts = tuple(map(max, a.offsets, b.offsets))
+    ends = (
+        min(a_start + a_size, b_start + b_size)
+        for a_start, a_size, b_start, b_size in zip(
+            a.offsets, a.sizes, b.offsets, b.sizes, strict=True
+        )
+    )
+    return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
+
+
+def _relative(box: Box, outer: Box) -> tuple[slice, ...]:
+    offsets = (start - origin for start, origin in zip(box.offsets, outer.offsets, strict=True))
+    return tuple(slice(start, start + size) for start, size in zip(offsets, box.sizes, strict=True))
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" (and {rest} more)" if rest > 0 else "")

@@ -1,0 +1,133 @@
+"""How FSDP2 shards modules: which mesh, which dtype, sums instead of means, what to prefetch.
+
+Owns the policy, not the choice of modules: `trainer.model.setup` says what is an expert and what is
+a layer. Meshes come from `mesh.py`.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from trainer.parallel.mesh import dense_mesh, ep_mesh, expert_fsdp_mesh
+
+
+def shard_dense_(
+    module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard_after_forward: bool
+) -> None:
+    """Make `module` an FSDP unit over (`dp_replicate`, `dp_shard`), dim 0 split.
+
+    Weights stay in the dtype they have (fp32 masters); the forward sees `compute_dtype`; gradients
+    are added up in fp32.
+
+    Args:
+        module: Its parameters that no inner unit holds.
+        mesh: From `build_mesh`.
+        compute_dtype: Of the forward and backward.
+        reshard_after_forward: False keeps whole weights until the backward: more memory, one
+            all-gather less.
+    """
+    fully_shard(
+        module,
+        mesh=dense_mesh(mesh),
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=_mixed_precision(compute_dtype),
+    )
+    _reduce_by_sum_(module)
+
+
+def shard_experts_(
+    module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, reshard_after_forward: bool
+) -> None:
+    """Split a module of `[E, ...]` stacks over `ep`, then make it an FSDP unit over the rest.
+
+    Each rank of the `ep` axis holds E/ep whole experts; FSDP splits those over `dp_shard_mod_ep`:
+    dim 0 where it has experts enough, else dim 1 where that divides, else dim 0 with empty shards.
+
+    Args:
+        module: On the meta device; all its own parameters are stacks of the same E.
+        mesh: From `build_mesh`; `ep` divides E.
+        compute_dtype: Of the forward and backward.
+        reshard_after_forward: As in `shard_dense_`.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, split_experts(parameter, mesh))
+    fsdp_mesh = expert_fsdp_mesh(mesh)
+    num_shards = fsdp_mesh.size(1)
+    fully_shard(
+        module,
+        mesh=fsdp_mesh,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=_mixed_precision(compute_dtype),
+        shard_placement_fn=lambda parameter: Shard(
+            expert_shard_dim(tuple(_local_shape(parameter)), num_shards)
+        ),
+    )
+    _reduce_by_sum_(module)
+
+
+def split_experts(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a meta stack `[E, ...]` as a DTensor whose dim 0 is split over `ep`."""
+    assert parameter.is_meta, "experts are split before they have values"
+    axis = ep_mesh(mesh)
+    local_shape = (parameter.shape[0] // axis.size(), *parameter.shape[1:])
+    split = DTensor.from_local(
+        parameter.new_empty(local_shape),
+        axis,
+        [Shard(0)],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+def expert_shard_dim(local_shape: tuple[int, ...], num_shards: int) -> int:
+    """Return the dim that FSDP splits of a rank's experts, `[local_E, M, N]`.
+
+    Example:
+        expert_shard_dim((4, 64, 32), 8)  # 1: half of the shards would be empty on dim 0
+    """
+    too_few_experts = num_shards > local_shape[0]
+    return 1 if too_few_experts and local_shape[1] % num_shards == 0 else 0
+
+
+def prefetch_next_(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Gather the weights of layer i+1 while layer i computes, in the backward those of layer i-1.
+
+    FSDP's own order looks one unit ahead, which for a layer of two units (dense part and experts)
+    leaves the larger gather uncovered.
+
+    Args:
+        units: Per layer its FSDP units, outermost first.
+    """
+    for here, following in pairwise(units):
+        _fsdp(here[0]).set_modules_to_forward_prefetch([_fsdp(unit) for unit in following])
+        _fsdp(following[0]).set_modules_to_backward_prefetch([_fsdp(unit) for unit in here])
+
+
+def _mixed_precision(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    # Inputs are not cast: activations already have the compute dtype, the rest is meant to differ.
+    return MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def _reduce_by_sum_(module: nn.Module) -> None:
+    # Losses are sums over the global token count already. gloo has no PREMUL_SUM, which a factor
+    # would choose, so plain sums are forced; a factor of 1 then divides nothing.
+    _fsdp(module).set_gradient_divide_factor(1.0)
+    _fsdp(module).set_force_sum_reduction_for_comms(True)
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _local_shape(parameter: nn.Parameter) -> torch.Size:
+    return parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape

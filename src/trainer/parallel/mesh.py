@@ -1,0 +1,119 @@
+"""The device mesh: which axes the ranks form, and the submeshes that parameters live on.
+
+Owns sizes and names of the axes. Does not own start-up of the process group (`world.py`) nor what
+is sharded over which axis (`fsdp.py`, read next).
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.config.parallel import ParallelConfig
+from trainer.errors import UserError
+
+DP_REPLICATE = "dp_replicate"
+DP_SHARD = "dp_shard"
+DP_SHARD_MOD_EP = "dp_shard_mod_ep"
+EP = "ep"
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Sizes of the axes for one world size; `dp_shard` is `dp_shard_mod_ep x ep`."""
+
+    dp_replicate: int
+    dp_shard_mod_ep: int
+    ep: int
+
+    @property
+    def dp_shard(self) -> int:
+        """Ranks that dense weights are sharded over."""
+        return self.dp_shard_mod_ep * self.ep
+
+
+def resolve_sizes(config: ParallelConfig, world_size: int) -> MeshSizes:
+    """Fit the `parallel` section to a world size; needs no ranks.
+
+    Raises:
+        UserError: the sizes do not multiply to `world_size`, or `ep` does not divide `dp_shard`.
+    """
+    dp_replicate, dp_shard = config.dp_replicate, config.dp_shard
+    if dp_shard == -1:
+        if world_size % dp_replicate:
+            raise UserError(
+                f"parallel.dp_replicate={dp_replicate} does not divide the world of {world_size} "
+                "ranks: choose a divisor, or start another number of ranks"
+            )
+        dp_shard = world_size // dp_replicate
+    if dp_replicate * dp_shard != world_size:
+        raise UserError(
+            f"parallel.dp_replicate={dp_replicate} x parallel.dp_shard={dp_shard} makes "
+            f"{dp_replicate * dp_shard} ranks, but {world_size} were started: set "
+            "parallel.dp_shard = -1 to take what is left, or start as many ranks"
+        )
+    if dp_shard % config.ep:
+        raise UserError(
+            f"parallel.ep={config.ep} does not divide parallel.dp_shard={dp_shard}: "
+            "choose an ep that divides dp_shard"
+        )
+    return MeshSizes(dp_replicate, dp_shard // config.ep, config.ep)
+
+
+def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
+    """Build the mesh over all ranks, with axes `dp_replicate`, `dp_shard_mod_ep`, `ep`.
+
+    Every axis exists, of size 1 where nothing is split, so one code path serves any number of
+    ranks. Without a process group (a script on a laptop) a group of one rank is started.
+
+    Args:
+        config: The `parallel` section.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        UserError: the section does not fit the number of ranks.
+
+    Collective: all ranks; creates the groups of every axis, always in the same order.
+    """
+    if not dist.is_initialized():
+        _start_one_rank(device_type)
+    sizes = resolve_sizes(config, dist.get_world_size())
+    mesh = init_device_mesh(
+        device_type,
+        (sizes.dp_replicate, sizes.dp_shard_mod_ep, sizes.ep),
+        mesh_dim_names=(DP_REPLICATE, DP_SHARD_MOD_EP, EP),
+    )
+    dense_mesh(mesh)
+    return mesh
+
+
+def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the (`dp_replicate`, `dp_shard`) mesh of everything but experts.
+
+    Collective: the first call, in `build_mesh`, creates the group of `dp_shard`; later ones do not.
+    """
+    # Slicing `dp_shard` off the root is deprecated (torch 2.10); the root remembers the flat mesh.
+    flat = mesh[DP_SHARD_MOD_EP, EP]._flatten(DP_SHARD)
+    return DeviceMesh._concatenate([mesh[DP_REPLICATE], flat])
+
+
+def expert_fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the (`dp_replicate`, `dp_shard_mod_ep`) mesh that FSDP shards local experts over."""
+    return mesh[DP_REPLICATE, DP_SHARD_MOD_EP]
+
+
+def ep_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the `ep` axis, over which each rank holds its own experts."""
+    return mesh[EP]
+
+
+def _start_one_rank(device_type: str) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != 1:
+        raise RuntimeError(
+            f"WORLD_SIZE={world_size} but there is no process group: "
+            "call trainer.parallel.world.init_world first"
+        )
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
