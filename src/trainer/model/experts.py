@@ -126,9 +126,8 @@ class Experts(nn.Module):
         """
         plan = plan_dispatch(experts_TK, self.num_experts, self._ep_group)
         rows_RD = dispatch_tokens(x_TD, plan)
-        gate, up = self._linear(rows_RD, self.gate_up_proj, plan.offsets_E).chunk(2, dim=-1)
-        rows_RF = nn.functional.silu(gate) * up
-        rows_RD = self._linear(rows_RF, self.down_proj, plan.offsets_E)
+        gate_up_RM = self._linear(rows_RD, self.gate_up_proj, plan.offsets_E)  # M = 2F
+        rows_RD = self._linear(swiglu(gate_up_RM), self.down_proj, plan.offsets_E)
         return combine_tokens(rows_RD, weights_TK, plan)
 
     def _linear(self, rows_RN: Tensor, weight_EMN: Tensor, offsets_E: Tensor) -> Tensor:
@@ -190,3 +189,30 @@ class _GroupedLinear(torch.autograd.Function):
             is_idle_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
             weight_grad.masked_fill_(is_idle_E.view(-1, 1, 1), 0)
         return rows_grad, weight_grad, None
+
+
+def swiglu(gate_up_RM: Tensor) -> Tensor:
+    """Return silu(gate) · up, `[R, F]`, of `[R, 2F]` rows: gate first, then up.
+
+    Bitwise as the two operations, values and gradients, but keeps only its input for the
+    backward, where they would keep silu(gate) as well.
+    """
+    return _SwiGLU.apply(gate_up_RM)  # pyright: ignore[reportReturnType]
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_RM: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_RM)
+        gate_RF, up_RF = gate_up_RM.chunk(2, dim=-1)
+        return nn.functional.silu(gate_RF).mul_(up_RF)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up_RM,) = ctx.saved_tensors
+        gate_RF, up_RF = gate_up_RM.chunk(2, dim=-1)
+        grad_RM = torch.empty_like(gate_up_RM)
+        gate_grad_RF, up_grad_RF = grad_RM.chunk(2, dim=-1)
+        torch.mul(grads[0], nn.functional.silu(gate_RF), out=up_grad_RF)
+        gate_grad_RF.copy_(torch.ops.aten.silu_backward(grads[0] * up_RF, gate_RF))
+        return grad_RM

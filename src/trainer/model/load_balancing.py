@@ -69,8 +69,9 @@ def max_violation(expert_counts_LE: Tensor) -> Tensor:
     """Return, per layer, how far the busiest expert exceeds the mean: max / mean − 1, fp64 `[L]`.
 
     Args:
-        expert_counts_LE: int64 counts, summed over ranks and micro-batches first: the metric is
-            not additive. A layer without tokens gives 0; a dense model's `[0, 0]` an empty tensor.
+        expert_counts_LE: counts, int64 or fp64, summed over ranks and micro-batches first: the
+            metric is not additive. A layer without tokens gives 0; a dense model's `[0, 0]` gives
+            an empty tensor.
     """
     num_layers, num_experts = expert_counts_LE.shape
     if num_experts == 0:

@@ -7,6 +7,7 @@ from trainer.model.experts import (
     choose_experts_impl,
     grouped_linear,
     loop_linear,
+    swiglu,
 )
 
 M, N = 24, 16
@@ -21,24 +22,37 @@ COUNTS = {
 }
 
 
-def make_problem(counts, dtype):
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+def make_problem(counts, dtype, device="cpu"):
     generator = torch.Generator().manual_seed(0)
 
     def integers(*shape):  # sums of products stay exact, also in bf16
-        return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+        return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
 
     rows = integers(sum(counts), N).requires_grad_()
     weight = integers(len(counts), M, N).requires_grad_()
-    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+    offsets = torch.tensor(counts).cumsum(0).to(device, torch.int32)
     return rows, weight, offsets, integers(sum(counts), M)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_grouped_equals_loop_on_integers(counts, dtype):
+@pytest.mark.parametrize("device", DEVICES)
+def test_grouped_equals_loop_on_integers(counts, dtype, device):
     results = []
     for linear in (grouped_linear, loop_linear):
-        rows, weight, offsets, upstream = make_problem(counts, dtype)
+        rows, weight, offsets, upstream = make_problem(counts, dtype, device)
         output = linear(rows, weight, offsets)
         output.backward(upstream)
         results.append((output, rows.grad, weight.grad))
@@ -75,6 +89,39 @@ def test_an_expanded_upstream_gradient_is_taken():
     rows, weight, offsets, _ = make_problem(COUNTS["uneven"], torch.float32)
     grouped_linear(rows, weight, offsets).sum().backward()  # strides of 0
     assert rows.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_swiglu_is_bitwise_its_two_operations(dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(7, 2 * N, generator=generator).to(device, dtype).requires_grad_()
+    upstream = torch.randn(7, N, generator=generator).to(device, dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    (expected_grad,) = torch.autograd.grad(expected, gate_up, upstream)
+    actual = swiglu(gate_up)
+    (actual_grad,) = torch.autograd.grad(actual, gate_up, upstream)
+    assert torch.equal(actual, expected)
+    assert torch.equal(actual_grad, expected_grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_experts_on_one_gpu_never_wait_for_the_device():
+    experts = Experts(hidden_size=N, moe_intermediate_size=8, num_experts=4, impl="grouped_mm")
+    experts = experts.to("cuda", torch.bfloat16)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x_TD = torch.randn(9, N, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    experts_TK = torch.rand(9, 4, device="cuda").topk(2).indices
+    weights_TK = torch.rand(9, 2, device="cuda", dtype=torch.bfloat16)
+    experts(x_TD, experts_TK, weights_TK).sum().backward()  # warm up
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        experts(x_TD, experts_TK, weights_TK).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def choose(requested, dtype=torch.float32, hidden_size=64, moe_intermediate_size=32):
