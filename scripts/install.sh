@@ -23,7 +23,8 @@ if [ ! -x "$venv/bin/python" ]; then
         exit 1
     }
 fi
-pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
+# Twice quiet: errors only, not a warning for every place looked at in vain.
+pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet --quiet)
 
 has_nvidia_driver() {
     [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null 2>&1
@@ -40,6 +41,6 @@ install_torch() {
 }
 
 install_torch
-echo "installing the trainer and its tools"
+echo "installing the trainer and its tools (some minutes)"
 "${pip[@]}" install -c constraints.txt -e '.[dev]'
 "$venv/bin/trainer" --version

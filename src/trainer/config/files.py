@@ -22,9 +22,12 @@ def read_config_file(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"@ {path}: cannot be read ({error}); give a TOML file") from None
     try:
-        return tomllib.loads(text)
+        # With the closing newline, an error in the last line is reported by its number.
+        return tomllib.loads(text + "\n")
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"@ {path}: not valid TOML: {error}; correct that place") from None
+        last_line = f"line {len(text.splitlines())}, the last"
+        place = str(error).replace("end of document", last_line)
+        raise UserError(f"@ {path}: not valid TOML: {place}; correct that place") from None
 
 
 def _nearby(path: str) -> str:
