@@ -1,0 +1,95 @@
+"""The real dion.Muon for A/B runs: imported only when asked for (extra `dion`).
+
+Owns its adaptation to our optimizers' interface. Its kernels and placements are its own; what it
+would silently get wrong is refused here.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from dion import Muon as _DionMuon  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.config.optim import DionConfig
+from trainer.errors import UserError
+from trainer.optim.groups import parse_groups
+from trainer.optim.spec import ParameterSpec, describe_parameters
+
+
+class DionMuon(_DionMuon):
+    """microsoft/dion's Muon with `finite`, `settle` and `timings`."""
+
+    @classmethod
+    def from_config(
+        cls, config: DionConfig, groups: list[dict[str, Any]], mesh: DeviceMesh
+    ) -> Self:
+        """Build it as the config says.
+
+        Raises:
+            UserError: a placement that dion does not handle.
+        """
+        named = parse_groups(groups)
+        specs, meshes = describe_parameters(
+            pair
+            for group in named
+            if group.settings["algorithm"] == "muon"
+            for pair in group.named_parameters
+        )
+        places = {axis for spec in specs for axis in [_cut_axis(spec)] if axis is not None}
+        submeshes = {(meshes[mesh_spec], axis) for mesh_spec, axis in places}
+        if len(submeshes) > 1:
+            raise UserError(
+                "optim.type='dion': matrices are sharded over several mesh axes and dion "
+                "exchanges over one; set optim.type='muon' or change parallel"
+            )
+        axis_mesh = next((m[m.mesh_dim_names[a]] for m, a in submeshes if m.mesh_dim_names), None)
+        return cls(
+            [group.as_param_group() for group in named],
+            distributed_mesh=axis_mesh if mesh.size() > 1 else None,
+            lr=config.lr,
+            mu=config.mu,
+            betas=(config.betas1, config.betas2),
+            weight_decay=config.weight_decay,
+            cautious_wd=config.cautious_wd,
+            epsilon=config.epsilon,
+            nesterov=config.nesterov,
+            adjust_lr=config.adjust_lr,
+            flatten=config.flatten,
+            use_gram_newton_schulz=config.use_gram_newton_schulz,
+            use_triton=config.use_triton,
+            use_polar_express=config.use_polar_express,
+        )
+
+    _was_applied = True
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], float] | None = None, *, finite: Tensor | None = None
+    ) -> float | None:
+        """Step unless `finite` is False; dion has no gate, so the flag is read here and now."""
+        self._was_applied = finite is None or bool(finite)
+        return super().step(closure) if self._was_applied else None
+
+    def settle(self) -> bool:
+        """Return whether the last step was applied."""
+        return self._was_applied
+
+    def timings(self) -> dict[str, float]:
+        """Return nothing: dion does not time its phases."""
+        return {}
+
+
+def _cut_axis(spec: ParameterSpec) -> Any:
+    """Return (mesh, axis) that cuts the matrices of a parameter, None if they are whole."""
+    sizes = spec.mesh.sizes if spec.mesh else ()
+    shards = [(a, p) for a, p in enumerate(spec.placements) if p.dim is not None and sizes[a] > 1]
+    cutting = [a for a, p in shards if p.dim is not None and p.dim >= len(spec.shape) - 2]
+    if len(cutting) > 1 or any(p.split_factor > 1 for _, p in shards):
+        raise UserError(
+            f"optim.type='dion': parameter {spec.name} {list(spec.shape)} is sharded over several "
+            "axes of one dim, or matrices over two, which dion does not handle; set "
+            "optim.type='muon' or change parallel"
+        )
+    return (spec.mesh, cutting[0]) if cutting else None

@@ -1,0 +1,427 @@
+"""Muon over sharded parameters: every whole matrix orthogonalized once, wherever its pieces lie.
+
+Owns the optimizer that torch, schedulers and checkpoints see. The recurrence, per matrix:
+
+    m <- mu * m + g         u = m   (nesterov: mu * m + g)
+    O = NewtonSchulz(u)     w <- w * (1 - lr * weight_decay) - lr * s * O
+
+with s = 0.2 * sqrt(max(rows, cols)) (`adjust_lr = "rms_norm"`), sqrt(rows / cols)
+("spectral_norm") or 1 (None), from the matrix's global shape. What a rank does is decided in
+`plan.py` and carried out in `pipeline.py`; read those next.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainer.errors import UserError
+from trainer.optim.adamw import AdamWSettings, AdamWTensors, adamw_step_
+from trainer.optim.coefficients import CoefficientTable
+from trainer.optim.exchange import Exchange, make_groups
+from trainer.optim.gate import FiniteGate
+from trainer.optim.groups import NamedGroup, parse_groups
+from trainer.optim.kernels.select import KernelChoice, choose_kernel
+from trainer.optim.newton_schulz import newton_schulz
+from trainer.optim.per_matrix import per_matrix_update_
+from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
+from trainer.optim.plan import Plan, PlannedGroup, PlanOptions, build_plan
+from trainer.optim.presence import Presence
+from trainer.optim.spec import describe_parameters
+from trainer.optim.state import (
+    as_matrices,
+    check_loaded,
+    complete_state,
+    init_state,
+    local,
+    restore_dtypes,
+)
+from trainer.optim.stats import UpdateStats
+from trainer.optim.timing import PhaseTimer
+
+
+@dataclass(frozen=True)
+class MuonOptions:
+    """How the update is computed; never part of the state. Fields are those of `[optim]`."""
+
+    impl: Literal["stacked", "per_matrix"] = "stacked"
+    kernel: Literal["auto", "dense", "symmetric", "gram", "syrk"] = "auto"
+    ns_steps: int = 5
+    ns_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    ns_coefficients: CoefficientTable = "quintic"
+    replicate: Literal["share", "repeat"] = "share"
+    max_stack_gib: float = 2.0
+    split_gate_up: bool = False
+    stats_interval: int = 0
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices, AdamW for the rest.
+
+    Args:
+        params: Parameters, (name, parameter) pairs, or param groups of either. A group may set any
+            of the hyperparameters below, `algorithm` ("muon", the default, or "adamw") and `name`
+            (for tables and metrics; it does not stay in the group).
+        lr: Learning rate, at least 0.
+        mu: Momentum factor of Muon, in [0, 1).
+        betas: Of AdamW.
+        weight_decay: Decoupled; each step takes lr * weight_decay of a weight.
+        cautious_wd: Decay only where update and weight agree in sign.
+        epsilon: Of AdamW; unused by Muon.
+        nesterov: Orthogonalize mu * m + g.
+        adjust_lr: The update's factor s.
+        flatten: A muon parameter of three or more dims is one matrix, its first dim against the
+            rest; False: it is a stack of matrices over its last two dims.
+        options: How the update is computed.
+
+    Parameters may be plain tensors, which each process updates by itself, or DTensors. A gradient
+    that some ranks lack counts as zeros there; one that all ranks lack leaves its parameter
+    alone.
+
+    Raises:
+        UserError: a hyperparameter, a placement or a kernel asked for is not possible.
+
+    Collective: construction makes and warms process groups, on every rank of every mesh, in the
+    order of the parameters.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.eye(2))
+        >>> weight.grad = torch.eye(2)
+        >>> Muon([weight], lr=0.1, options=MuonOptions(ns_dtype="float32")).step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        mu: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.01,
+        *,
+        cautious_wd: bool = False,
+        epsilon: float = 1e-8,
+        nesterov: bool = False,
+        adjust_lr: Literal["rms_norm", "spectral_norm"] | None = "rms_norm",
+        flatten: bool = False,
+        options: MuonOptions | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "mu": mu,
+            "beta1": betas[0],
+            "beta2": betas[1],
+            "weight_decay": weight_decay,
+            "cautious_wd": cautious_wd,
+            "algorithm": "muon",
+            "step": 0,
+            "epsilon": epsilon,
+            "nesterov": nesterov,
+            "flatten": flatten,
+            "adjust_lr": adjust_lr,
+        }
+        groups = parse_groups(params)
+        self._is_built = False
+        super().__init__([group.as_param_group() for group in groups], defaults)
+        self._options = options or MuonOptions()
+        self._build(groups)
+        self._is_built = True
+
+    def _build(self, groups: list[NamedGroup]) -> None:
+        """Make state, plan, process groups and clocks, in this order."""
+        self._parameters = [p for group in self.param_groups for p in group["params"]]
+        self._group_names = [group.name for group in groups]
+        for group, named in zip(self.param_groups, groups, strict=True):
+            _check_group(group, named)
+            for parameter in group["params"]:
+                self.state[parameter] = init_state(parameter, group["algorithm"])
+        self._settings = [
+            {key: value for key, value in group.items() if key not in ("params", "step")}
+            for group in self.param_groups
+        ]
+        self._device = local(self._parameters[0]).device
+        self._plan_step(groups)
+        self._gate = FiniteGate()
+        self._timer = PhaseTimer(self._device)
+        self._exchange = Exchange(self._device, self._timer)
+        self._presence = Presence(self._specs, self._meshes, self._device)
+        self._stats: UpdateStats | None = None
+        process_groups = make_groups(self.plan, self._meshes)
+        self._stacked = StackedStep(
+            self.plan,
+            process_groups,
+            self._exchange,
+            self._timer,
+            lambda stack_BMN, bucket: self._newton_schulz(stack_BMN, self.kernels[bucket]),
+            self._device,
+        )
+
+    def _plan_step(self, groups: list[NamedGroup]) -> None:
+        named = [pair for group in groups for pair in group.named_parameters]
+        self._specs, self._meshes = describe_parameters(named)
+        planned, first = [], 0
+        for group, settings in zip(groups, self.param_groups, strict=True):
+            stop = first + len(settings["params"])
+            planned.append(
+                PlannedGroup(
+                    group.name,
+                    settings["algorithm"],
+                    tuple(self._specs[first:stop]),
+                    settings["flatten"],
+                    settings["adjust_lr"],
+                )
+            )
+            first = stop
+        self.plan, self.kernels = plan_with_kernels(planned, self._options, self._device)
+
+    # The step.
+
+    @torch.no_grad()
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Callable[[], float] | None = None, *, finite: Tensor | None = None
+    ) -> float | None:
+        """Update momentum, state and weights.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+            finite: 0-d bool on the device, equal on all ranks: False leaves weights, state and
+                step counts as they are. The host's counts follow in `settle`.
+
+        Collective: `plan.num_collectives()` exchanges and `Presence`'s all-reduces; all ranks.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_capture()
+        self.settle()
+        self._gate.record(finite)
+        for group in self.param_groups:
+            group["step"] += 1
+        gates = self._gates(finite)
+        stats = self._begin_stats()
+        momenta = [self.state[parameter]["momentum"] for parameter in self._parameters]
+        inputs = StepInputs(self._parameters, momenta, self.param_groups, gates, stats)
+        if self._options.impl == "stacked":
+            self._stacked.run(inputs, partial(self._adamw_step, gates))
+        else:
+            self._per_matrix_step(inputs)
+            self._adamw_step(gates)
+        self._presence.wait()
+        self._end_stats(stats)
+        self._timer.end_step()
+        return loss
+
+    def _gates(self, finite: Tensor | None) -> list[Tensor | None]:
+        """Return each parameter's gate: the step is finite and some rank has its gradient."""
+        self._presence.launch([p.grad is not None for p in self._parameters])
+        gates = []
+        for index, parameter in enumerate(self._parameters):
+            gate = finite
+            if parameter.grad is None:
+                gate = self._presence.somewhere(index)
+                if gate is None:
+                    gate = torch.zeros((), dtype=torch.bool, device=self._device)
+                gate = gate if finite is None else gate & finite
+            gates.append(gate)
+        return gates
+
+    def _newton_schulz(self, stack_BMN: Tensor, kernel: KernelChoice | str) -> Tensor:
+        return newton_schulz(
+            stack_BMN,
+            steps=self._options.ns_steps,
+            coefficients=self._options.ns_coefficients,
+            dtype=NS_DTYPES[self._options.ns_dtype],
+            kernel=kernel,
+        )
+
+    def _per_matrix_step(self, inputs: StepInputs) -> None:
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["algorithm"] == "muon":
+                    per_matrix_update_(
+                        self._specs[index],
+                        parameter,
+                        inputs.momenta[index],
+                        group,
+                        inputs.gates[index],
+                        self._meshes,
+                        partial(self._newton_schulz, kernel=self._options.kernel),
+                        split_gate_up=self._options.split_gate_up,
+                    )
+                index += 1
+
+    def _adamw_step(self, gates: list[Tensor | None]) -> None:
+        gate_of = dict(zip(self._parameters, gates, strict=True))
+        for group in self.param_groups:
+            if group["algorithm"] != "adamw":
+                continue
+            settings = AdamWSettings(
+                lr=float(group["lr"]),
+                beta1=float(group["beta1"]),
+                beta2=float(group["beta2"]),
+                epsilon=float(group["epsilon"]),
+                weight_decay=float(group["weight_decay"]),
+                cautious_wd=group["cautious_wd"],
+            )
+            present = [p for p in group["params"] if p.grad is not None]
+            with self._timer.measure("update"):
+                if present:
+                    tensors = [self._adamw_tensors(p) for p in present]
+                    adamw_step_(tensors, settings, gate_of[present[0]])
+                for p in group["params"]:
+                    if p.grad is None:
+                        adamw_step_([self._adamw_tensors(p)], settings, gate_of[p])
+
+    def _adamw_tensors(self, parameter: Tensor) -> AdamWTensors:
+        weight, state = local(parameter), self.state[parameter]
+        gradient = torch.zeros_like(weight) if parameter.grad is None else local(parameter.grad)
+        momentum, variance = local(state["momentum"]), local(state["variance"])
+        return AdamWTensors(weight, gradient, momentum, variance, state["step_dev"])
+
+    def _refuse_capture(self) -> None:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Muon.step() was called under CUDA graph capture, which would freeze lr, "
+                "weight_decay and the set of gradients: call it outside the graph"
+            )
+
+    # What the loop asks.
+
+    def settle(self) -> bool:
+        """Return whether the last step was applied; if not, take back the host's step counts.
+
+        Waits for the last step's flag, no more. Calling it again changes nothing.
+        """
+        if not self._gate.is_pending:
+            return self._gate.settle()
+        was_applied = self._gate.settle()
+        if not was_applied:
+            for group in self.param_groups:
+                group["step"] -= 1
+        return was_applied
+
+    def phase_times(self) -> Callable[[], dict[str, float]]:
+        """Return what reads the last step's phases and, when due, statistics; reading waits."""
+        read_times, stats = self._timer.reader(), self._stats
+        self._stats = None
+        return lambda: read_times() | ({} if stats is None else stats.read())
+
+    def timings(self) -> dict[str, float]:
+        """Return metrics of an earlier step: milliseconds a phase, and statistics when due."""
+        metrics = self._timer.timings()
+        if self._stats is not None:
+            metrics.update(self._stats.read())
+            self._stats = None
+        return metrics
+
+    def _begin_stats(self) -> UpdateStats | None:
+        interval = self._options.stats_interval
+        if not interval or self.param_groups[0]["step"] % interval:
+            return None
+        return UpdateStats(self._group_names, self._device)
+
+    def _end_stats(self, stats: UpdateStats | None) -> None:
+        if stats is not None:
+            stats.reduce(self._presence.first_group)
+            self._stats = stats
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, in dion.Muon's layout, with the last step settled."""
+        self.settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of dion.Muon.
+
+        Loaded tensors keep their dtype. The settings given at construction stay in force, except
+        `lr`, which like `step` comes with the state: it is the schedule's. See `reapply_settings`.
+
+        Raises:
+            UserError: parameters differ in number, shape or algorithm.
+        """
+        self.settle()
+        check_loaded(state_dict, self.param_groups)
+        super().load_state_dict(state_dict)
+        restore_dtypes(self.state, self.param_groups, state_dict)
+        for group, settings in zip(self.param_groups, self._settings, strict=True):
+            group.update({key: value for key, value in settings.items() if key != "lr"})
+            group.update(step=int(group["step"]), lr=float(group["lr"]))
+            complete_state(self.state, group)
+
+    def reapply_settings(self) -> None:
+        """Put every setting given at construction back in force, `lr` too; `step` stays."""
+        for group, settings in zip(self.param_groups, self._settings, strict=True):
+            group.update(settings)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the plan is made once, from all parameters."""
+        if self._is_built:
+            raise UserError(
+                "add_param_group after construction: Muon plans once, from all parameters; give "
+                "it every group when it is built"
+            )
+        super().add_param_group(param_group)
+
+
+def plan_with_kernels(
+    groups: list[PlannedGroup], options: MuonOptions, device: torch.device
+) -> tuple[Plan, list[KernelChoice]]:
+    """Plan a step and choose each bucket's kernel.
+
+    Raises:
+        UserError: a parameter or a kernel asked for is not possible.
+    """
+    choices: list[KernelChoice] = []
+
+    def choose(shape: tuple[int, int, int]) -> tuple[str, str]:
+        choices.append(
+            choose_kernel(
+                options.kernel, shape=shape, dtype=NS_DTYPES[options.ns_dtype], device=device
+            )
+        )
+        return choices[-1].name, choices[-1].reason
+
+    plan_options = PlanOptions(
+        options.ns_dtype, options.replicate, options.max_stack_gib, options.split_gate_up
+    )
+    return build_plan(groups, plan_options, choose), choices
+
+
+def _check_group(group: dict[str, Any], named: NamedGroup) -> None:
+    for key, low, high in (
+        ("lr", 0, None),
+        ("mu", 0, 1),
+        ("beta1", 0, 1),
+        ("beta2", 0, 1),
+        ("weight_decay", 0, None),
+        ("epsilon", 0, None),
+    ):
+        value = float(group[key])
+        if not (value >= low and (high is None or value < high)):
+            rule = "a finite number of at least 0" if high is None else "in [0, 1)"
+            raise UserError(f"{key}={value}: must be {rule}")
+    if group["algorithm"] not in ("muon", "adamw"):
+        raise UserError(f"algorithm={group['algorithm']!r}: choose 'muon' or 'adamw'")
+    for name, parameter in named.named_parameters:
+        if group["algorithm"] == "muon":
+            _check_matrix(name, parameter, flatten=group["flatten"])
+
+
+def _check_matrix(name: str, parameter: Tensor, *, flatten: bool) -> None:
+    if parameter.ndim < 2:
+        raise UserError(
+            f"parameter {name} of shape {list(parameter.shape)} is no matrix: Muon needs two dims "
+            "or more; put it in an adamw group"
+        )
+    shard = local(parameter)
+    if shard.numel() and as_matrices(shard, flatten=flatten).data_ptr() != shard.data_ptr():
+        raise UserError(
+            f"parameter {name} of shape {list(parameter.shape)} and strides {shard.stride()} is no "
+            "view of matrices: make it contiguous before building the optimizer"
+        )

@@ -1,0 +1,332 @@
+"""One Muon step over stacks: momentum, exchange in, orthogonalize, exchange out, apply.
+
+Owns the carrying out of a plan. Chunks follow one another through the phases like this, so that a
+chunk's exchanges run while its neighbours are orthogonalized:
+
+    tick      momentum + exchange in   orthogonalize + exchange out   share   apply
+      t            chunk t                     chunk t-1               t-2     t-3
+
+A chunk that needs no exchange passes through all phases at once. Every rank launches in the same
+order, also where it has nothing to do in a chunk.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.optim.exchange import BucketGroups, Exchange, Transfer
+from trainer.optim.passes import apply_updates_, directions, update_momentum_
+from trainer.optim.plan import Bucket, Chunk, Plan, Segment
+from trainer.optim.state import as_matrices, local
+from trainer.optim.stats import UpdateStats
+from trainer.optim.timing import PhaseTimer
+from trainer.optim.wire import TAIL, build_stack, pack, unpack
+
+NS_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+Orthogonalize = Callable[[Tensor, int], Tensor]
+"""From a stack [B, M, N] and its bucket's index to its orthogonalization, same shape and dtype."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step reads and writes.
+
+    Attributes:
+        parameters: All parameters, as pieces count them.
+        momenta: Their momentum, same order.
+        groups: The param groups.
+        gates: For each parameter, a 0-d bool that lets its update through; None: open.
+        stats: Observes the updates; None on steps that are not asked for.
+    """
+
+    parameters: Sequence[Tensor]
+    momenta: Sequence[Tensor]
+    groups: Sequence[dict[str, Any]]
+    gates: Sequence[Tensor | None]
+    stats: UpdateStats | None
+
+
+@dataclass
+class _Flight:
+    """A chunk under way: what it is, and what is being exchanged for it."""
+
+    index: int
+    bucket: Bucket
+    groups: BucketGroups
+    chunk: Chunk
+    share: tuple[int, int]
+    """First matrix of this replica's share, counted over the bucket, and one past the last."""
+    transfer: Transfer | None = None
+    stack_BMN: Tensor | None = None
+    update_BMN: Tensor | None = None
+    """Updates of this replica's share: slabs as held here."""
+
+
+class StackedStep:
+    """Carries out a plan, step after step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Sequence[BucketGroups],
+        exchange: Exchange,
+        timer: PhaseTimer,
+        orthogonalize: Orthogonalize,
+        device: torch.device,
+    ) -> None:
+        self._plan = plan
+        self._groups = groups
+        self._exchange = exchange
+        self._timer = timer
+        self._orthogonalize = orthogonalize
+        self._dtype = NS_DTYPES[plan.options.ns_dtype]
+        self._device = device
+
+    def run(self, inputs: StepInputs, meanwhile: Callable[[], None]) -> None:
+        """Update momentum and weights of all bucketed parameters.
+
+        Args:
+            inputs: What to update.
+            meanwhile: Other work of the step; runs while the first exchange is under way.
+
+        Collective: the plan's exchanges, in slot order; all ranks of the plan's meshes.
+        """
+        stages = (self._enter, self._turn, self._share, self._finish)
+        flights = [self._flight(*slot) for slot in self._plan.slots]
+        for tick in range(len(flights) + len(stages) - 1):
+            for lag, stage in enumerate(stages):
+                if 0 <= tick - lag < len(flights):
+                    stage(flights[tick - lag], inputs)
+            if tick == 0:
+                meanwhile()
+        if not flights:
+            meanwhile()
+
+    def _flight(self, b: int, c: int) -> _Flight:
+        bucket = self._plan.buckets[b]
+        chunk = bucket.chunks[c]
+        before = sum(bucket.share(chunk, replica) for replica in range(bucket.replica_rank))
+        first = chunk.start + before
+        share = first, first + bucket.share(chunk, bucket.replica_rank)
+        return _Flight(b, bucket, self._groups[b], chunk, share)
+
+    def _enter(self, flight: _Flight, inputs: StepInputs) -> None:
+        if flight.bucket.is_exchanged:
+            self._update_momentum(flight, inputs)
+            self._launch_in(flight, inputs)
+
+    def _turn(self, flight: _Flight, inputs: StepInputs) -> None:
+        if not flight.bucket.is_exchanged:
+            self._update_momentum(flight, inputs)
+            self._stack_share(flight, inputs)
+        self._wait_in(flight)
+        self._orthogonalize_stack(flight, inputs)
+        self._launch_out(flight)
+        if not flight.bucket.is_exchanged:
+            self._apply(flight, inputs)
+
+    def _share(self, flight: _Flight, inputs: StepInputs) -> None:
+        self._wait_out(flight)
+        self._launch_share(flight)
+
+    def _finish(self, flight: _Flight, inputs: StepInputs) -> None:
+        if flight.bucket.is_exchanged:
+            self._apply(flight, inputs)
+
+    # Momentum.
+
+    def _update_momentum(self, flight: _Flight, inputs: StepInputs) -> None:
+        segments = flight.bucket.segments(flight.chunk.start, flight.chunk.stop)
+        group = inputs.groups[flight.bucket.group]
+        with self._timer.measure("momentum"):
+            update_momentum_(
+                [_momentum(s, group, inputs) for s in segments],
+                [_gradient(s, group, inputs) for s in segments],
+                [inputs.gates[s.piece.parameter] for s in segments],
+                group["mu"],
+            )
+
+    def _directions(self, flight: _Flight, inputs: StepInputs) -> list[Tensor]:
+        segments = flight.bucket.segments(*flight.share)
+        group = inputs.groups[flight.bucket.group]
+        return directions(
+            [_momentum(s, group, inputs) for s in segments],
+            [_gradient(s, group, inputs) for s in segments],
+            group["mu"],
+            nesterov=group["nesterov"],
+        )
+
+    def _stack_share(self, flight: _Flight, inputs: StepInputs) -> None:
+        """Build the stack of whole matrices that this rank orthogonalizes."""
+        with self._timer.measure("momentum"):
+            u_segments = self._directions(flight, inputs)
+            if u_segments:
+                shape = flight.bucket.rows, flight.bucket.cols
+                flight.stack_BMN = build_stack(u_segments, shape, self._dtype)
+
+    # Exchange in.
+
+    def _launch_in(self, flight: _Flight, inputs: StepInputs) -> None:
+        """Send this rank's slabs to the owners of their matrices; start receiving owned ones.
+
+        Collective: all-to-all over the bucket's split axis.
+        """
+        bucket, shards = flight.bucket, flight.groups.shards
+        if shards is None:
+            self._stack_share(flight, inputs)
+            return
+        u_segments = self._directions(flight, inputs)
+        if not u_segments:
+            return
+        with self._timer.measure("momentum"):
+            message = pack(u_segments, bucket.local_matrix_shape, self._dtype)
+        owned = bucket.owned_by_replica(flight.chunk, bucket.replica_rank)
+        here = bucket.owned_here(flight.chunk)
+        flight.transfer = self._exchange.launch_all_to_all(
+            message.flatten(),
+            [count * message.shape[1] for count in owned],
+            [here * (rows * cols + TAIL) for rows, cols in _slab_shapes(bucket)],
+            shards,
+        )
+
+    def _wait_in(self, flight: _Flight) -> None:
+        if flight.transfer is None:
+            return
+        bucket, shapes = flight.bucket, _slab_shapes(flight.bucket)
+        received = self._exchange.wait(flight.transfer)
+        flight.transfer = None
+        here = bucket.owned_here(flight.chunk)
+        with self._timer.measure("momentum"):
+            parts = received.split([here * (rows * cols + TAIL) for rows, cols in shapes])
+            blocks = [
+                part.view(here, rows * cols + TAIL)
+                for part, (rows, cols) in zip(parts, shapes, strict=True)
+            ]
+            flight.stack_BMN = unpack(blocks, shapes, bucket.split_dim)
+
+    # Orthogonalize.
+
+    def _orthogonalize_stack(self, flight: _Flight, inputs: StepInputs) -> None:
+        stack_BMN, bucket = flight.stack_BMN, flight.bucket
+        if stack_BMN is None:
+            return
+        if len(stack_BMN):
+            with self._timer.measure("newton_schulz"):
+                stack_BMN = self._orthogonalize(stack_BMN, flight.index)
+            if inputs.stats is not None:
+                inputs.stats.observe(bucket.group, stack_BMN, bucket.lr_scale)
+        flight.stack_BMN, flight.update_BMN = None, stack_BMN
+
+    # Exchange out.
+
+    def _launch_out(self, flight: _Flight) -> None:
+        """Send each rank its slabs of the matrices orthogonalized here.
+
+        Collective: all-to-all over the bucket's split axis.
+        """
+        bucket, shards, owned_BMN = flight.bucket, flight.groups.shards, flight.update_BMN
+        if shards is None or owned_BMN is None:
+            return
+        slabs = owned_BMN.split(list(bucket.slab_sizes), dim=1 + bucket.split_dim)
+        rows, cols = bucket.local_matrix_shape
+        owned = bucket.owned_by_replica(flight.chunk, bucket.replica_rank)
+        flight.transfer = self._exchange.launch_all_to_all(
+            torch.cat([slab.flatten() for slab in slabs]),
+            [slab.numel() for slab in slabs],
+            [count * rows * cols for count in owned],
+            shards,
+        )
+        flight.update_BMN = None
+
+    def _wait_out(self, flight: _Flight) -> None:
+        if flight.transfer is not None:
+            received = self._exchange.wait(flight.transfer)
+            flight.transfer = None
+            count = flight.share[1] - flight.share[0]
+            flight.update_BMN = received.view(count, *flight.bucket.local_matrix_shape)
+
+    def _launch_share(self, flight: _Flight) -> None:
+        """Give the other replicas the updates of this replica's share.
+
+        Collective: all-gather over the bucket's replica axes.
+        """
+        bucket, replicas = flight.bucket, flight.groups.replicas
+        rows, cols = bucket.local_matrix_shape
+        if replicas is None or flight.chunk.start == flight.chunk.stop or not rows * cols:
+            return
+        part_BMN = torch.empty(
+            max(bucket.share(flight.chunk, replica) for replica in range(bucket.num_replicas)),
+            rows,
+            cols,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        if flight.update_BMN is not None:
+            part_BMN[: len(flight.update_BMN)] = flight.update_BMN
+            flight.update_BMN = None
+        flight.transfer = self._exchange.launch_all_gather(part_BMN.flatten(), replicas)
+
+    # Apply.
+
+    def _apply(self, flight: _Flight, inputs: StepInputs) -> None:
+        group = inputs.groups[flight.bucket.group]
+        for first, update_BMN in self._received_updates(flight):
+            segments = flight.bucket.segments(first, first + len(update_BMN))
+            with self._timer.measure("update"):
+                apply_updates_(
+                    [_weight(s, group, inputs) for s in segments],
+                    update_BMN.split([s.stop - s.start for s in segments]),
+                    [inputs.gates[s.piece.parameter] for s in segments],
+                    step_size=float(group["lr"]) * flight.bucket.lr_scale,
+                    decay=float(group["lr"]) * float(group["weight_decay"]),
+                    cautious=group["cautious_wd"],
+                )
+
+    def _received_updates(self, flight: _Flight) -> list[tuple[int, Tensor]]:
+        """Return (first matrix, updates [local_B, local rows, local cols]), by replica."""
+        bucket, chunk = flight.bucket, flight.chunk
+        if flight.groups.replicas is None:
+            return [] if flight.update_BMN is None else [(chunk.start, flight.update_BMN)]
+        if flight.transfer is None:
+            return []
+        received = self._exchange.wait(flight.transfer)
+        received_RBMN = received.view(bucket.num_replicas, -1, *bucket.local_matrix_shape)
+        updates, first = [], chunk.start
+        for replica, update_BMN in enumerate(received_RBMN):
+            share = bucket.share(chunk, replica)
+            updates.append((first, update_BMN[:share]))
+            first += share
+        return updates
+
+
+def _slab_shapes(bucket: Bucket) -> list[tuple[int, int]]:
+    """Return each shard rank's rows and columns of a matrix."""
+    if bucket.split_dim == 0:
+        return [(slab, bucket.cols) for slab in bucket.slab_sizes]
+    return [(bucket.rows, slab) for slab in bucket.slab_sizes]
+
+
+def _part(tensor: Tensor, segment: Segment, group: dict[str, Any]) -> Tensor:
+    matrices_BMN = as_matrices(local(tensor), flatten=group["flatten"])
+    return matrices_BMN[segment.start : segment.stop, slice(*segment.piece.local_rows)]
+
+
+def _weight(segment: Segment, group: dict[str, Any], inputs: StepInputs) -> Tensor:
+    return _part(inputs.parameters[segment.piece.parameter], segment, group)
+
+
+def _momentum(segment: Segment, group: dict[str, Any], inputs: StepInputs) -> Tensor:
+    return _part(inputs.momenta[segment.piece.parameter], segment, group)
+
+
+def _gradient(segment: Segment, group: dict[str, Any], inputs: StepInputs) -> Tensor | None:
+    gradient = inputs.parameters[segment.piece.parameter].grad
+    return None if gradient is None else _part(gradient, segment, group)

@@ -1,0 +1,107 @@
+"""What the optimizer knows of a parameter before any tensor moves: name, shape, dtype, placement.
+
+Owns the plain descriptions and their making from live parameters (`describe_parameters`) or from
+nothing but a config (`trainer plan` builds them itself). Does not decide anything: see `layout.py`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """A device mesh as seen by one rank.
+
+    Attributes:
+        axes: Axis names, outermost first.
+        sizes: Ranks along each axis.
+        coordinate: This rank's position on each axis.
+        index: Tells apart meshes that agree in all of the above and differ in their ranks.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class AxisPlacement:
+    """How a tensor lies along one mesh axis.
+
+    Attributes:
+        dim: The tensor dim that the axis splits; None: every rank of the axis holds the same.
+        split_factor: 1 for torch's `Shard`; for `_StridedShard` its factor: the dim is first cut
+            into that many pieces and each piece is dealt over the axis.
+    """
+
+    dim: int | None = None
+    split_factor: int = 1
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter. `shape` is global; without a mesh the parameter is whole on this rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    mesh: MeshSpec | None = None
+    placements: tuple[AxisPlacement, ...] = ()
+
+
+def describe_parameters(
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+) -> tuple[list[ParameterSpec], dict[MeshSpec, DeviceMesh]]:
+    """Describe live parameters; also return the mesh that each `MeshSpec` stands for.
+
+    Raises:
+        UserError: a parameter is sparse or has a placement that holds a pending sum.
+    """
+    meshes: dict[MeshSpec, DeviceMesh] = {}
+    specs = []
+    for name, parameter in named_parameters:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        shape = tuple(parameter.shape)
+        if isinstance(parameter, DTensor):
+            mesh = _describe_mesh(parameter.device_mesh, meshes)
+            placements = tuple(_describe_placement(name, p) for p in parameter.placements)
+            specs.append(ParameterSpec(name, shape, dtype, mesh, placements))
+        else:
+            specs.append(ParameterSpec(name, shape, dtype))
+    return specs, meshes
+
+
+def _describe_mesh(mesh: DeviceMesh, known: dict[MeshSpec, DeviceMesh]) -> MeshSpec:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "the parameter's mesh does not hold this rank"
+    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    index = 0
+    while True:
+        spec = MeshSpec(tuple(names), tuple(mesh.shape), tuple(coordinate), index)
+        if known.setdefault(spec, mesh) == mesh:
+            return spec
+        index += 1
+
+
+def _describe_placement(name: str, placement: Placement) -> AxisPlacement:
+    match placement:
+        case Replicate():
+            return AxisPlacement()
+        # Before Shard: some torch versions derive one from the other, some do not.
+        case _StridedShard():
+            return AxisPlacement(placement.dim, int(placement.split_factor))
+        case Shard():
+            return AxisPlacement(placement.dim)
+        case _:
+            raise UserError(
+                f"parameter {name} has placement {placement}: an optimizer needs parameters that "
+                "are replicated or sharded; redistribute it first"
+            )

@@ -1,0 +1,95 @@
+"""The optimizer state, laid out as dion.Muon's at 0a059a4, and its repair after a load.
+
+Owns the keys: `momentum` for every parameter, in the parameter's dtype and placement; `variance`
+and a float32 scalar `step_dev` for AdamW. All exist from construction, so that the set of keys is
+the same on every rank and before the first step.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer.errors import UserError
+
+
+def init_state(parameter: Tensor, algorithm: str) -> dict[str, Tensor]:
+    """Return fresh state of a parameter."""
+    state = {"momentum": torch.zeros_like(parameter, requires_grad=False)}
+    if algorithm == "adamw":
+        state["variance"] = torch.zeros_like(parameter, requires_grad=False)
+        state["step_dev"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+    return state
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return a DTensor's shard, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_matrices(local_tensor: Tensor, *, flatten: bool) -> Tensor:
+    """Return a local shard as [local_B, rows, cols], a view wherever its strides allow one."""
+    shape = local_tensor.shape
+    first = 0 if flatten and len(shape) > 2 else len(shape) - 2
+    return local_tensor.reshape(shape[:first].numel(), shape[first], shape[first + 1 :].numel())
+
+
+def check_loaded(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Check that a state dict fits by position: algorithms and shapes agree.
+
+    Raises:
+        UserError: naming the group or the place that differs.
+    """
+    saved_groups = loaded["param_groups"]
+    ours = [(group["algorithm"], len(group["params"])) for group in groups]
+    saved = [(group["algorithm"], len(group["params"])) for group in saved_groups]
+    if ours != saved:
+        raise UserError(
+            f"the optimizer state has groups (algorithm, parameters) {saved}, this optimizer has "
+            f"{ours}: load it by name, or build the optimizer with the groups it was saved with"
+        )
+    ids = [i for group in saved_groups for i in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
+    for place, (i, parameter) in enumerate(zip(ids, parameters, strict=True)):
+        momentum = loaded["state"].get(i, {}).get("momentum")
+        if momentum is not None and momentum.shape != parameter.shape:
+            raise UserError(
+                f"the optimizer state's momentum {place} has shape {list(momentum.shape)}, the "
+                f"parameter there has {list(parameter.shape)}: load it by name"
+            )
+
+
+def restore_dtypes(
+    state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]], loaded: dict[str, Any]
+) -> None:
+    """Put loaded state back in its own dtype; torch casts it to the parameter's.
+
+    A momentum saved in float32 stays so beside bfloat16 weights, and `step_dev` is float32 always
+    (in bfloat16 it would stop counting at 256).
+
+    Args:
+        state: The optimizer's state after torch's `load_state_dict`.
+        groups: Its param groups.
+        loaded: The state dict that was loaded.
+    """
+    ids = [i for group in loaded["param_groups"] for i in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
+    for parameter, i in zip(parameters, ids, strict=True):
+        device = local(parameter).device
+        for key, value in loaded["state"].get(i, {}).items():
+            if isinstance(value, Tensor):
+                dtype = torch.float32 if key == "step_dev" else value.dtype
+                state[parameter][key] = value.to(device=device, dtype=dtype)
+
+
+def complete_state(state: dict[Tensor, dict[str, Any]], group: dict[str, Any]) -> None:
+    """Fill in what an older or partial state lacks.
+
+    Older dion states have no `step_dev`: bias correction goes on from the group's `step`.
+    """
+    for parameter in group["params"]:
+        fresh = init_state(parameter, group["algorithm"])
+        if "step_dev" in fresh and "momentum" in state[parameter]:
+            fresh["step_dev"].fill_(float(group["step"]))
+        state[parameter] = {**fresh, **state[parameter]}

@@ -1,0 +1,98 @@
+"""Times of the step's phases, read at a later step so that nothing waits for the device.
+
+Owns clocks (events on a GPU, `perf_counter` on a CPU) and the names of the metrics. Phases overlap,
+so their sum may exceed the step.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Phase = Literal["momentum", "newton_schulz", "exchange", "exchange_exposed", "update"]
+PHASES: tuple[Phase, ...] = (
+    "momentum",
+    "newton_schulz",
+    "exchange",
+    "exchange_exposed",
+    "update",
+)
+
+Mark = float | torch.cuda.Event
+"""A moment: seconds on a CPU, an event on a GPU."""
+
+_MAX_PENDING_STEPS = 8
+
+
+@dataclass
+class _StepSpans:
+    spans: list[tuple[Phase, Mark, Mark]] = field(default_factory=list)
+
+
+class PhaseTimer:
+    """Collects spans step by step; `timings` describes the latest step whose times are known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._current = _StepSpans()
+        self._pending: deque[_StepSpans] = deque(maxlen=_MAX_PENDING_STEPS)
+        self._latest: dict[str, float] = {}
+
+    def mark(self) -> Mark:
+        """Return this moment on the current stream."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, phase: Phase, start: Mark, stop: Mark) -> None:
+        """Count the time between two marks towards a phase of this step."""
+        self._current.spans.append((phase, start, stop))
+
+    @contextmanager
+    def measure(self, phase: Phase) -> Generator[None]:
+        """Count what runs inside towards a phase of this step."""
+        start = self.mark()
+        yield
+        self.add(phase, start, self.mark())
+
+    def end_step(self) -> None:
+        """Close the step's books."""
+        self._pending.append(self._current)
+        self._current = _StepSpans()
+
+    def reader(self) -> Callable[[], dict[str, float]]:
+        """Return what reads the times of the step just closed; reading waits for the device."""
+        closed = self._pending[-1] if self._pending else _StepSpans()
+        return lambda: _sum_up(closed)
+
+    def timings(self) -> dict[str, float]:
+        """Return `optim/<phase>_ms` of the latest step that the device has finished."""
+        while self._pending and all(_is_past(stop) for _, _, stop in self._pending[0].spans):
+            self._latest = _sum_up(self._pending.popleft())
+        return dict(self._latest)
+
+
+def _is_past(mark: Mark) -> bool:
+    return mark.query() if isinstance(mark, torch.cuda.Event) else True
+
+
+def _sum_up(step: _StepSpans) -> dict[str, float]:
+    totals = dict.fromkeys((f"optim/{phase}_ms" for phase in PHASES), 0.0)
+    for phase, start, stop in step.spans:
+        totals[f"optim/{phase}_ms"] += _elapsed_ms(start, stop)
+    return totals
+
+
+def _elapsed_ms(start: Mark, stop: Mark) -> float:
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(stop, torch.cuda.Event)
+        stop.synchronize()
+        return start.elapsed_time(stop)
+    assert not isinstance(stop, torch.cuda.Event)
+    return 1000 * (stop - start)
