@@ -43,7 +43,7 @@ def find_mismatch(
 
     Args:
         optimizer: The live optimizer.
-        view: Its state by name, with room for what the checkpoint has.
+        view: Its state by name.
         shards: The tensors to be filled; generators (`rng.`) are not compared.
         index: The checkpoint's tensors.
         manifest: The checkpoint's JSON part.

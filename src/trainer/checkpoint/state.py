@@ -9,13 +9,10 @@ for those, `match.py` for refusing what does not fit.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from trainer.checkpoint.manifest import OptimizerRecord
-from trainer.checkpoint.safe_load import tensor_entries
 from trainer.checkpoint.shards import LocalShard, Shards
 
 MODEL = "model."
@@ -37,7 +34,7 @@ class OptimizerView:
 
     Attributes:
         names: Parameter names by torch's index, which runs through the groups in order.
-        state: Per parameter its state tensors by key; absent where the optimizer has none yet.
+        state: Per parameter its state tensors by key; `trainer.optim` creates them all at once.
         groups: Settings of each group as `state_dict` gives them, with `names` for its parameters.
     """
 
@@ -68,11 +65,9 @@ def view_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerView:
 
 
 def _tensors_of(entry: dict[str, Any]) -> dict[str, Tensor]:
-    # torch's SGD keeps a None until its first step.
-    present = {key: value for key, value in entry.items() if value is not None}
-    if others := sorted(key for key, value in present.items() if not isinstance(value, Tensor)):
+    if others := sorted(key for key, value in entry.items() if not isinstance(value, Tensor)):
         raise RuntimeError(f"optimizer state {others} is not held in tensors")
-    return present
+    return entry
 
 
 def record_optimizer(optimizer: Optimizer, view: OptimizerView) -> OptimizerRecord:
@@ -98,30 +93,6 @@ def all_shards(model: nn.Module, view: OptimizerView, rng: dict[str, Tensor], ra
         tensors |= {f"{OPTIMIZER}{name}.{key}": value for key, value in entry.items()}
     tensors |= {f"{RNG}{rank}.{name}": state for name, state in rng.items()}
     return {key: LocalShard.of(tensor) for key, tensor in tensors.items()}
-
-
-def allocate_missing_state(model: nn.Module, view: OptimizerView, index: Metadata) -> OptimizerView:
-    """Add room for the state that an optimizer creates in its first step, as the checkpoint has it.
-
-    torch's optimizers have no state before that; ours do, and a parameter that has some is left as
-    it is. A tensor of the parameter's shape is placed like the parameter, a scalar stays on the
-    host.
-    """
-    parameters = dict(model.named_parameters())
-    state = {name: dict(entry) for name, entry in view.state.items()}
-    for full_key, entry in tensor_entries(index, OPTIMIZER).items():
-        name, _, key = full_key.removeprefix(OPTIMIZER).rpartition(".")
-        dtype = entry.properties.dtype
-        if name not in view.names or view.state.get(name):
-            continue
-        if entry.size == parameters[name].shape:
-            room = torch.zeros_like(parameters[name], dtype=dtype, requires_grad=False)
-        elif not entry.size:
-            room = torch.zeros((), dtype=dtype)
-        else:
-            continue
-        state.setdefault(name, {})[key] = room
-    return OptimizerView(view.names, state, view.groups)
 
 
 def apply_optimizer(optimizer: Optimizer, view: OptimizerView, record: OptimizerRecord) -> None:

@@ -38,7 +38,6 @@ from trainer.checkpoint.shards import Shards, read_shards, write_shards
 from trainer.checkpoint.state import (
     RNG,
     all_shards,
-    allocate_missing_state,
     apply_optimizer,
     model_tensors,
     record_optimizer,
@@ -220,7 +219,7 @@ class CheckpointStore:
         model: PreTrainedModel,
         optimizer: Optimizer,
     ) -> None:
-        view = allocate_missing_state(model, view_optimizer(model, optimizer), index)
+        view = view_optimizer(model, optimizer)
         rng = self._room_for_rng(manifest, index)
         shards = all_shards(model, view, rng, self._ranks.rank)
         mismatch = find_mismatch(optimizer, view, shards, index, manifest, model.config)

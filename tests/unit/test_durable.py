@@ -1,0 +1,78 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from trainer import durable
+from trainer.durable import beside, publish, restore_replaced, start_folder
+
+
+def test_folder_has_its_name_only_once_published(tmp_path: Path):
+    final = tmp_path / "runs" / "out"
+    (start_folder(final) / "a").write_text("new")
+    assert not final.exists()
+    publish(final)
+    assert (final / "a").read_text() == "new"
+    assert not beside(final).exists()
+
+
+def test_start_drops_what_an_interrupted_write_left(tmp_path: Path):
+    (start_folder(tmp_path / "out") / "old").touch()
+    assert list(start_folder(tmp_path / "out").iterdir()) == []
+
+
+def test_publish_replaces_a_folder_of_the_same_name(tmp_path: Path):
+    for content in ("old", "new"):
+        (start_folder(tmp_path / "out") / "a").write_text(content)
+        publish(tmp_path / "out")
+    assert (tmp_path / "out" / "a").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_everything_is_flushed_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    flushed: list[str] = []
+    monkeypatch.setattr(durable, "sync_path", lambda path: flushed.append(path.name))
+    final = tmp_path / "out"
+    partial = start_folder(final)
+    (partial / "inner").mkdir()
+    (partial / "inner" / "a").touch()
+    rename = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda path, to: (flushed.append("renamed"), rename(path, to))[1]
+    )
+    publish(final)
+    before = flushed[: flushed.index("renamed")]
+    assert sorted(before) == ["a", "inner", "out.partial"]
+    assert flushed[flushed.index("renamed") + 1 :][0] == tmp_path.name
+
+
+@pytest.mark.parametrize("stop_at", range(2), ids=["first-rename", "second-rename"])
+def test_replacing_leaves_one_whole_folder_wherever_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+):
+    final = tmp_path / "out"
+    for content in ("old", "new"):
+        (start_folder(final) / "a").write_text(content)
+        if content == "old":
+            publish(final)
+    renames = iter(range(9))
+    rename = Path.rename
+
+    def stop(path: Path, to: Path) -> Path:
+        if next(renames) == stop_at:
+            raise OSError("stopped here")
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stop)
+        with pytest.raises(OSError, match="stopped here"):
+            publish(final)
+    assert restore_replaced(final) is (stop_at == 1)
+    assert (final / "a").read_text() == "old"
+
+
+def test_sync_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    descriptors: list[int] = []
+    monkeypatch.setattr(os, "fsync", descriptors.append)
+    durable.sync_path(tmp_path)
+    assert len(descriptors) == 1
