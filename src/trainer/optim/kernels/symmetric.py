@@ -1,0 +1,195 @@
+"""QuACK's products: `gemm_symmetric` computes one triangle and mirrors it; `gemm` adds in fp32.
+
+Owns the tiles and the calls into quack-kernels. Whether they can run here is select.py's question.
+Nothing of QuACK is imported before `quack_products` is called.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trainer.optim.kernels.launches import record_launch
+from trainer.optim.kernels.machine import Capability
+from trainer.optim.kernels.products import Products, add_identity, is_column_major
+
+HOPPER = 9
+SUPPORTED_MAJOR_CAPABILITIES = (8, 9, 10, 11, 12)
+SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
+ALIGNMENT = 8
+"""Both dims must be multiples of this: QuACK copies 16 bytes at a time."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One threadblock's share of the output, and how threadblocks cooperate.
+
+    `pingpong`: two warpgroups alternate between tiles, one multiplying while the other stores.
+    """
+
+    rows: int
+    columns: int
+    cluster_rows: int = 1
+    cluster_columns: int = 1
+    pingpong: bool = True
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the Hopper kernels, by product.
+
+    Measured on one H200, torch 2.11.0+cu130, quack-kernels 0.6.5, 2026-11-29, as m·m·k TFLOP/s
+    (scripts/bench/newton_schulz.py): against QuACK's built-in 128x256 with a cluster of 2,
+    128x128 pingpong makes 559 instead of 528 of 16x1536x2048, and 407 instead of 369 of
+    16x768x2048; 192x192 makes 622 instead of 591 (128x128) of 1x4096x4096. A cluster must
+    cover a square.
+    """
+
+    symmetric: Tile = Tile(128, 128)
+    symmetric_large: Tile = Tile(192, 192, pingpong=False)
+    large_rows: int = 4096
+    general: Tile = Tile(128, 192, cluster_rows=2)
+
+    def symmetric_for(self, M: int) -> Tile:
+        """Return the tile for an M x M result."""
+        is_large = self.large_rows <= M
+        return self.symmetric_large if is_large else self.symmetric
+
+
+def quack_products(capability: Capability, tiles: Tiles | None = None) -> Products:
+    """Import QuACK and return its products for float16 and bfloat16.
+
+    Args:
+        capability: of the GPU they will run on. On Hopper the tiles are ours; elsewhere QuACK's.
+        tiles: other Hopper tiles, for benchmarks.
+
+    Raises:
+        ImportError: quack-kernels, or something that it needs, is missing.
+    """
+    if capability[0] != HOPPER:
+        return _default_products()
+    return _hopper_products(tiles or Tiles())
+
+
+def with_general_tile(tiles: Tiles, tile: Tile) -> Tiles:
+    """Return `tiles` with another tile for the product with X."""
+    return replace(tiles, general=tile)
+
+
+def _hopper_products(tiles: Tiles) -> Products:
+    from quack.gemm import gemm  # pyright: ignore[reportMissingImports]
+    from quack.gemm_symmetric import gemm_symmetric  # pyright: ignore[reportMissingImports]
+
+    return Products(
+        gram=partial(_hopper_gram, gemm_symmetric, tiles),
+        symmetric=partial(_hopper_symmetric, gemm_symmetric, tiles),
+        apply=partial(_hopper_apply, gemm, tiles),
+        shift=add_identity,
+        halves_symmetric=True,
+    )
+
+
+def _hopper_gram(kernel: Callable[..., object], tiles: Tiles, X_BMN: Tensor, out: Tensor) -> None:
+    record_launch("quack.gemm_symmetric")
+    tile = tiles.symmetric_for(out.shape[-1])
+    kernel(X_BMN, X_BMN, out, None, None, **_launch_options(tile))
+
+
+def _hopper_symmetric(
+    kernel: Callable[..., object],
+    tiles: Tiles,
+    A_BMM: Tensor,
+    Z_BMM: Tensor,
+    C_BMM: Tensor,
+    alpha: float,
+    beta: float,
+    out: Tensor,
+) -> None:
+    record_launch("quack.gemm_symmetric")
+    tile = tiles.symmetric_for(out.shape[-1])
+    # The kernel multiplies by the transpose of its second operand: Z is its own.
+    kernel(A_BMM, Z_BMM, out, C_BMM, None, **_launch_options(tile), alpha=alpha, beta=beta)
+
+
+def _hopper_apply(
+    kernel: Callable[..., object],
+    tiles: Tiles,
+    S_BMM: Tensor,
+    X_BMN: Tensor,
+    beta: float,
+    out: Tensor,
+) -> None:
+    record_launch("quack.gemm")
+    options = _launch_options(tiles.general)
+    if beta != 0.0:
+        options["beta"] = beta
+    if is_column_major(X_BMN):
+        # Xᵀ·S, whose rows are contiguous; S stands for its own transpose.
+        addend = X_BMN.mT if beta != 0.0 else None
+        kernel(X_BMN.mT, S_BMM, out.mT, addend, None, **options)
+    else:
+        addend = X_BMN if beta != 0.0 else None
+        kernel(S_BMM, X_BMN, out, addend, None, **options, b_kn=True)
+
+
+def _launch_options(tile: Tile) -> dict[str, object]:
+    return {
+        "tile_M": tile.rows,
+        "tile_N": tile.columns,
+        "cluster_M": tile.cluster_rows,
+        "cluster_N": tile.cluster_columns,
+        "pingpong": tile.pingpong,
+        "persistent": True,
+        "is_dynamic_persistent": False,
+    }
+
+
+def _default_products() -> Products:
+    from quack.gemm_interface import gemm, gemm_add, gemm_symmetric  # pyright: ignore[reportMissingImports]
+
+    return Products(
+        gram=partial(_default_gram, gemm_symmetric),
+        symmetric=partial(_default_symmetric, gemm_symmetric),
+        apply=partial(_default_apply, gemm, gemm_add),
+        shift=add_identity,
+        halves_symmetric=True,
+    )
+
+
+def _default_gram(kernel: Callable[..., object], X_BMN: Tensor, out: Tensor) -> None:
+    record_launch("quack.gemm_symmetric")
+    kernel(X_BMN, X_BMN.mT, out=out)
+
+
+def _default_symmetric(
+    kernel: Callable[..., object],
+    A_BMM: Tensor,
+    Z_BMM: Tensor,
+    C_BMM: Tensor,
+    alpha: float,
+    beta: float,
+    out: Tensor,
+) -> None:
+    record_launch("quack.gemm_symmetric")
+    kernel(A_BMM, Z_BMM, C=C_BMM, out=out, alpha=alpha, beta=beta)
+
+
+def _default_apply(
+    multiply: Callable[..., object],
+    multiply_add: Callable[..., object],
+    S_BMM: Tensor,
+    X_BMN: Tensor,
+    beta: float,
+    out: Tensor,
+) -> None:
+    record_launch("quack.gemm")
+    left, right, result = S_BMM, X_BMN, out
+    if is_column_major(X_BMN):
+        left, right, result = X_BMN.mT, S_BMM, out.mT
+    if beta == 0.0:
+        multiply(left, right, out=result, tuned=False)
+    else:
+        addend = right if left is S_BMM else left
+        multiply_add(left, right, addend, out=result, beta=beta, tuned=False)
