@@ -5,9 +5,9 @@ Owns the order of construction and what is sharded how. Read next: `causal_lm.py
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,11 +27,13 @@ from trainer.model.experts import choose_experts_impl
 from trainer.model.init import init_random_
 from trainer.model.moe import MoEBlock
 from trainer.model.weights import load_weights_
-from trainer.parallel.agreement import Ranks
 from trainer.parallel.fsdp import prefetch_next_, shard_dense_, shard_experts_
 from trainer.parallel.mesh import ep_mesh
+from trainer.parallel.world import raise_together
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -62,7 +64,7 @@ def setup_model(
         outputs = model(input_ids, position_ids=position_ids, target_ids=target_ids)
     """
     device = _device(mesh)
-    hf_config = _agreed_architecture(config, mesh)
+    hf_config = _together(lambda: _resolve(config, ep_mesh(mesh).size()))
     with torch.device("meta"):
         model = _build(hf_config, _resolve_computation(config, hf_config, device.type))
     if config.activation_checkpointing:
@@ -78,16 +80,20 @@ def setup_model(
     return model
 
 
-def _agreed_architecture(config: ModelConfig, mesh: DeviceMesh) -> QwenConfig:
-    """Resolve the architecture; what fails on one rank is raised on all."""
-    hf_config, error = None, None
+def _together(function: Callable[[], T]) -> T:
+    """Return `function()`; a user's error on one rank is raised on all."""
+    result, error = None, None
     try:
-        hf_config = resolve_architecture(config)
-        _check_ep(hf_config, ep_mesh(mesh).size())
+        result = function()
     except UserError as caught:
         error = str(caught)
-    Ranks().agree(error, UserError)
-    assert hf_config is not None
+    raise_together(error)
+    return cast(T, result)
+
+
+def _resolve(config: ModelConfig, ep_size: int) -> QwenConfig:
+    hf_config = resolve_architecture(config)
+    _check_ep(hf_config, ep_size)
     return hf_config
 
 
@@ -161,8 +167,9 @@ def _rotary(hf_config: QwenConfig) -> nn.Module:
 
 
 def _load_(model: CausalLM, config: ModelConfig) -> None:
-    assert config.name is not None, "ModelConfig has a source"
-    folder = locate_model(config.name, with_weights=True)
+    name = config.name
+    assert name is not None, "ModelConfig has a source"
+    folder = _together(lambda: locate_model(name, with_weights=True))
     tied = frozenset({"lm_head.weight"}) if model.config.tie_word_embeddings else frozenset()
     read = load_weights_(model, folder, ignored=tied)
     logger.info(

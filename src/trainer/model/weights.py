@@ -1,7 +1,7 @@
 """Reads Hugging Face safetensors into a sharded model; each rank reads only what it holds.
 
-Owns which file tensor lands where. Published checkpoints name each expert's matrices, the model
-holds stacks; both forms are read. Writing is `export.py`. Read next: `trainer/parallel/boxes.py`.
+Owns which part of which file tensor lands where. Published checkpoints name each expert's matrices,
+the model holds stacks; both forms are read (`hf_names.py`, read next). Writing is `export.py`.
 """
 
 import json
@@ -15,13 +15,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trainer.errors import UserError
-from trainer.parallel.agreement import Ranks
+from trainer.model.hf_names import Piece, published_pieces
 from trainer.parallel.boxes import Box, local_box, local_part
+from trainer.parallel.world import raise_together
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
-_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The published matrices of one expert in the order of a stack's rows."""
 _NUM_NAMED = 3
 """Tensors listed in a message; the rest is a count."""
 
@@ -32,21 +31,6 @@ class WeightsRead:
 
     num_tensors: int
     num_bytes: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor in a file and the box of a parameter that it fills.
-
-    Attributes:
-        name: In the file.
-        shape: That the file must have.
-        box: In the global parameter; has one more dim where the piece is one expert of a stack.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
 
 
 def load_weights_(model: nn.Module, folder: Path, *, ignored: frozenset[str]) -> WeightsRead:
@@ -65,27 +49,26 @@ def load_weights_(model: nn.Module, folder: Path, *, ignored: frozenset[str]) ->
 
     Collective: all ranks, one all-gather before reading and one after.
     """
-    ranks = Ranks()
     with ExitStack() as stack:
         files, error = None, None
         try:
-            files = WeightFiles(folder, stack)
+            files = OpenFiles(folder, stack)
             plan = {name: _pieces(name, p, files) for name, p in model.named_parameters()}
             _check(plan, files, ignored)
         except UserError as caught:
             error, plan = str(caught), {}
-        ranks.agree(error, UserError)
+        raise_together(error)
         assert files is not None
         read, error = WeightsRead(0, 0), None
         try:
             read = _fill_(model, plan, files)
         except SafetensorError as caught:
             error = f"model.name={str(folder)!r}: a tensor could not be read ({caught})"
-        ranks.agree(error, UserError)
+        raise_together(error)
         return read
 
 
-class WeightFiles:
+class OpenFiles:
     """The opened safetensors files of a folder, by tensor name."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -145,26 +128,13 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _pieces(name: str, parameter: nn.Parameter, files: WeightFiles) -> list[Piece]:
+def _pieces(name: str, parameter: nn.Parameter, files: OpenFiles) -> list[Piece]:
     """Return where the values of a parameter lie, in whichever form the files have."""
     shape = tuple(parameter.shape)
-    if len(shape) != 3 or name in files.names:
-        return [Piece(name, shape, Box((0,) * len(shape), shape))]
-    prefix, _, stack_name = name.rpartition(".")
-    projections = _PROJECTIONS[stack_name]
-    rows = shape[1] // len(projections)
-    return [
-        Piece(
-            f"{prefix}.{expert}.{projection}.weight",
-            (rows, shape[2]),
-            Box((expert, part * rows, 0), (1, rows, shape[2])),
-        )
-        for expert in range(shape[0])
-        for part, projection in enumerate(projections)
-    ]
+    return [Piece(name, shape)] if name in files.names else published_pieces(name, shape)
 
 
-def _check(plan: dict[str, list[Piece]], files: WeightFiles, ignored: frozenset[str]) -> None:
+def _check(plan: dict[str, list[Piece]], files: OpenFiles, ignored: frozenset[str]) -> None:
     needed = {piece.name: piece for pieces in plan.values() for piece in pieces}
     where = f"model.name={str(files.folder)!r}"
     missing = [name for name in needed if name not in files.names]
@@ -189,20 +159,31 @@ def _check(plan: dict[str, list[Piece]], files: WeightFiles, ignored: frozenset[
 
 
 @torch.no_grad()
-def _fill_(model: nn.Module, plan: dict[str, list[Piece]], files: WeightFiles) -> WeightsRead:
+def _fill_(model: nn.Module, plan: dict[str, list[Piece]], files: OpenFiles) -> WeightsRead:
     num_tensors = num_bytes = 0
     for name, parameter in model.named_parameters():
         held, local = local_box(parameter), local_part(parameter)
         for piece in plan[name]:
-            overlap = _overlap(held, piece.box)
+            place = _place(piece, tuple(parameter.shape))
+            overlap = _overlap(held, place)
             if overlap.is_empty:
                 continue
-            in_piece = _relative(overlap, piece.box)[len(overlap.sizes) - len(piece.shape) :]
+            # An expert's matrix has no dim for the expert.
+            in_piece = _relative(overlap, place)[parameter.ndim - len(piece.shape) :]
             values = files.read(piece.name, in_piece)
             local[_relative(overlap, held)].copy_(values.view(overlap.sizes))
             num_tensors += 1
             num_bytes += values.nbytes
     return WeightsRead(num_tensors, num_bytes)
+
+
+def _place(piece: Piece, shape: tuple[int, ...]) -> Box:
+    """Return the part of a parameter of `shape` that a piece fills, in all of its dims."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, index in enumerate(piece.index):
+        cut = index if isinstance(index, slice) else slice(index, index + 1)
+        offsets[dim], sizes[dim] = cut.start, cut.stop - cut.start
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def _overlap(a: Box, b: Box) -> Box:
