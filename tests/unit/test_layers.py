@@ -31,7 +31,7 @@ def test_imports_without_torch(module):
 
 
 def test_source_has_no_dynamic_attribute_access():
-    """Variants are told apart by type, so nothing in the source asks whether an attribute is there."""
+    """Variants are told apart by type: nothing asks whether an attribute is there."""
     found = [
         str(path)
         for path in Path("src").rglob("*.py")

@@ -55,7 +55,7 @@ class Watchdog:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
-        self.phase = Phase("start", 0, time.time())
+        self.phase = Phase("start", 0, time.time(), is_timed=False)
         self._store = dist.PrefixStore("phases", store) if store is not None else None
         self._published = -1
         self._stopped = threading.Event()
