@@ -60,6 +60,12 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log(record)
 
+    def restore(self, step: int, metrics: Metrics) -> None:
+        """Write the line of a checkpoint's step again, if a kill took it before it was written."""
+        last = self.path.read_text().splitlines()[-1:]
+        if not last or _step_of(last[0]) < step:
+            self.write(step, metrics)
+
     def close(self) -> None:
         """Flush and close both records."""
         self._file.close()

@@ -13,6 +13,7 @@ class Progress:
         num_applied: Steps whose update was applied; what the schedule follows.
         num_skipped: Steps skipped for a non-finite loss or gradient.
         skipped_in_row: Of those, the ones since the last applied step.
+        num_settled: Steps whose outcome (applied or skipped) is known and counted.
         num_tokens: Tokens seen by the model, padding excluded.
         trained_tokens: Tokens that had a loss.
     """
@@ -21,6 +22,7 @@ class Progress:
     num_applied: int = 0
     num_skipped: int = 0
     skipped_in_row: int = 0
+    num_settled: int = 0
     num_tokens: int = 0
     trained_tokens: int = 0
 
@@ -33,6 +35,7 @@ class Progress:
 
     def settle(self, *, applied: bool) -> None:
         """Take in whether the last step was applied."""
+        self.num_settled = self.step
         if applied:
             self.skipped_in_row = 0
             return

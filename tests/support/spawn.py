@@ -16,8 +16,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a fresh gloo group; return the results by rank.
 
-    `function` must be importable (module level), its result picklable (tensors: as numpy or lists
-    or plain CPU tensors).
+    `function` must be importable (module level), its result picklable and without tensors: their
+    shared memory is gone with the rank that made them.
 
     Raises:
         AssertionError: a rank raised, died, or did not finish within `timeout_s`.

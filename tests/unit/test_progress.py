@@ -21,5 +21,5 @@ def test_an_applied_step_ends_the_row_of_skipped_ones():
 
 
 def test_state_round_trips():
-    progress = Progress(5, 4, 1, 0, 100, 90)
+    progress = Progress(5, 4, 1, 0, 5, 100, 90)
     assert Progress.from_state(progress.state_dict()) == progress

@@ -6,6 +6,14 @@ means, `load.py` how files and flags become a config.
 
 from trainer.config.dump import dump_config
 from trainer.config.load import load_config
-from trainer.config.sft import RunConfig, SFTConfig
+from trainer.config.rl import RLConfig
+from trainer.config.sft import RunConfig, SFTConfig, SupervisedConfig
 
-__all__ = ["RunConfig", "SFTConfig", "dump_config", "load_config"]
+__all__ = [
+    "RLConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SupervisedConfig",
+    "dump_config",
+    "load_config",
+]

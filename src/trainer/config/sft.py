@@ -49,8 +49,12 @@ class RunConfig(Section):
         return self
 
 
-class SFTConfig(RunConfig):
-    """Supervised fine-tuning."""
+class SupervisedConfig(RunConfig):
+    """A run on packed text with a validation set: what SFT and pretraining share."""
 
     data: DataConfig
     val: ValConfig = ValConfig()
+
+
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning."""

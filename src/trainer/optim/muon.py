@@ -40,7 +40,7 @@ from trainer.optim.state import (
     restore_dtypes,
 )
 from trainer.optim.stats import UpdateStats
-from trainer.optim.timing import PhaseTimer
+from trainer.optim.timing import PhaseTimer, StepTimes
 
 
 @dataclass(frozen=True)
@@ -305,18 +305,15 @@ class Muon(torch.optim.Optimizer):
         return was_applied
 
     def phase_times(self) -> Callable[[], dict[str, float]]:
-        """Return what reads the last step's phases and, when due, statistics; reading waits."""
-        read_times, stats = self._timer.reader(), self._stats
-        self._stats = None
-        return lambda: read_times() | ({} if stats is None else stats.read())
+        """Return a reader of the last step's metrics; reading waits for the device.
+
+        Milliseconds of each phase, and the update's statistics on steps that collect them.
+        """
+        return partial(_read_metrics, self._timer.last_step, self._stats)
 
     def timings(self) -> dict[str, float]:
-        """Return metrics of an earlier step: milliseconds a phase, and statistics when due."""
-        metrics = self._timer.timings()
-        if self._stats is not None:
-            metrics.update(self._stats.read())
-            self._stats = None
-        return metrics
+        """Return the phases of the latest step that the device has finished, without a wait."""
+        return self._timer.timings()
 
     def _begin_stats(self) -> UpdateStats | None:
         interval = self._options.stats_interval
@@ -327,7 +324,7 @@ class Muon(torch.optim.Optimizer):
     def _end_stats(self, stats: UpdateStats | None) -> None:
         if stats is not None:
             stats.reduce(self._presence.first_group)
-            self._stats = stats
+        self._stats = stats
 
     # Checkpoints.
 
@@ -391,6 +388,10 @@ def plan_with_kernels(
         options.ns_dtype, options.replicate, options.max_stack_gib, options.split_gate_up
     )
     return build_plan(groups, plan_options, choose), choices
+
+
+def _read_metrics(times: StepTimes, stats: UpdateStats | None) -> dict[str, float]:
+    return times.read() | ({} if stats is None else stats.read())
 
 
 def _check_group(group: dict[str, Any], named: NamedGroup) -> None:

@@ -6,7 +6,7 @@ so their sum may exceed the step.
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,18 +29,33 @@ _MAX_PENDING_STEPS = 8
 
 
 @dataclass
-class _StepSpans:
+class StepTimes:
+    """The spans of one step."""
+
     spans: list[tuple[Phase, Mark, Mark]] = field(default_factory=list)
+
+    def is_past(self) -> bool:
+        """Return whether the device has come to the end of every span."""
+        return all(stop.query() for _, _, stop in self.spans if isinstance(stop, torch.cuda.Event))
+
+    def read(self) -> dict[str, float]:
+        """Return `optim/<phase>_ms`; waits for the device to finish the step."""
+        totals = dict.fromkeys((f"optim/{phase}_ms" for phase in PHASES), 0.0)
+        for phase, start, stop in self.spans:
+            totals[f"optim/{phase}_ms"] += _elapsed_ms(start, stop)
+        return totals
 
 
 class PhaseTimer:
-    """Collects spans step by step; `timings` describes the latest step whose times are known."""
+    """Collects spans step by step."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._current = _StepSpans()
-        self._pending: deque[_StepSpans] = deque(maxlen=_MAX_PENDING_STEPS)
+        self._current = StepTimes()
+        self._pending: deque[StepTimes] = deque(maxlen=_MAX_PENDING_STEPS)
         self._latest: dict[str, float] = {}
+        self.last_step = StepTimes()
+        """The step that ended last."""
 
     def mark(self) -> Mark:
         """Return this moment on the current stream."""
@@ -63,30 +78,14 @@ class PhaseTimer:
 
     def end_step(self) -> None:
         """Close the step's books."""
-        self._pending.append(self._current)
-        self._current = _StepSpans()
-
-    def reader(self) -> Callable[[], dict[str, float]]:
-        """Return what reads the times of the step just closed; reading waits for the device."""
-        closed = self._pending[-1] if self._pending else _StepSpans()
-        return lambda: _sum_up(closed)
+        self.last_step, self._current = self._current, StepTimes()
+        self._pending.append(self.last_step)
 
     def timings(self) -> dict[str, float]:
-        """Return `optim/<phase>_ms` of the latest step that the device has finished."""
-        while self._pending and all(_is_past(stop) for _, _, stop in self._pending[0].spans):
-            self._latest = _sum_up(self._pending.popleft())
+        """Return `optim/<phase>_ms` of the latest step that the device has finished; no wait."""
+        while self._pending and self._pending[0].is_past():
+            self._latest = self._pending.popleft().read()
         return dict(self._latest)
-
-
-def _is_past(mark: Mark) -> bool:
-    return mark.query() if isinstance(mark, torch.cuda.Event) else True
-
-
-def _sum_up(step: _StepSpans) -> dict[str, float]:
-    totals = dict.fromkeys((f"optim/{phase}_ms" for phase in PHASES), 0.0)
-    for phase, start, stop in step.spans:
-        totals[f"optim/{phase}_ms"] += _elapsed_ms(start, stop)
-    return totals
 
 
 def _elapsed_ms(start: Mark, stop: Mark) -> float:

@@ -7,6 +7,7 @@ alone.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim.sgd import sgd
 
 from trainer.optim.gate import FiniteGate, found_inf
 from trainer.optim.state import local
-from trainer.optim.timing import PhaseTimer
+from trainer.optim.timing import PhaseTimer, StepTimes
 
 
 class GatedOptimizer(torch.optim.Optimizer):
@@ -64,13 +65,16 @@ class GatedOptimizer(torch.optim.Optimizer):
         return self._gate.settle()
 
     def phase_times(self) -> Callable[[], dict[str, float]]:
-        """Return what reads the last step's `optim/update_ms`; reading waits for the device."""
-        read = self._timer.reader()
-        return lambda: {"optim/update_ms": read()["optim/update_ms"]}
+        """Return a reader of the last step's `optim/update_ms`; reading waits for the device."""
+        return partial(_read_update_ms, self._timer.last_step)
 
     def timings(self) -> dict[str, float]:
-        """Return `optim/update_ms` of an earlier step."""
+        """Return `optim/update_ms` of the latest step that the device has finished."""
         return {k: v for k, v in self._timer.timings().items() if k == "optim/update_ms"}
+
+
+def _read_update_ms(times: StepTimes) -> dict[str, float]:
+    return {"optim/update_ms": times.read()["optim/update_ms"]}
 
 
 class AdamW(GatedOptimizer):

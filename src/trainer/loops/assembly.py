@@ -1,0 +1,134 @@
+"""Puts a run together from its config: model, optimizer, checkpoints, record, display.
+
+Owns what is alive during a run, and saving and resuming it. The order in which things happen is
+the loops' (`supervised.py`); what a step does is `trainer.step`'s.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from trainer.checkpoint import CheckpointStore, compare_configs, refusal_message
+from trainer.config import RunConfig
+from trainer.errors import UserError
+from trainer.loops.display import Display
+from trainer.loops.plan_file import describe_plan, kernel_choices
+from trainer.loops.run import Run
+from trainer.loops.run_folder import resolve_resume, write_config
+from trainer.metrics import MetricsWriter
+from trainer.model import setup_model
+from trainer.optim import setup_optimizer
+from trainer.parallel import build_mesh
+from trainer.parallel.agreement import Ranks
+from trainer.parallel.signals import StopSignal
+from trainer.parallel.world import World, use_deterministic_algorithms
+from trainer.progress import Progress
+from trainer.schedule import build_schedule
+from trainer.step import StepSettings, TrainStep
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, world: World, tokenizer: PreTrainedTokenizerFast, kind: str
+) -> Iterator[tuple[Run, dict[str, Any] | None]]:
+    """Build everything a run needs, resume it if asked, and close it in order.
+
+    Args:
+        config: Resolved.
+        world: Of this process.
+        tokenizer: Of the data; saved with the weights.
+        kind: The display's title.
+
+    Yields:
+        The run, and the data position to continue from (None: from the start).
+
+    Raises:
+        UserError: the folder holds another run, or the checkpoint does not fit.
+
+    Collective: all ranks; building the mesh, the model and the optimizer, then loading.
+    """
+    use_deterministic_algorithms(config.deterministic, world.device)
+    torch.manual_seed(config.seed)
+    folder = Path(config.output_dir)
+    ranks = Ranks()
+    store = CheckpointStore(
+        folder / "checkpoints",
+        keep_last=config.ckpt.keep_last,
+        keep_every=config.ckpt.keep_every,
+        asynchronous=config.ckpt.asynchronous,
+        tokenizer=tokenizer,
+    )
+    resume_step = ranks.on_first(lambda: resolve_resume(config, store), UserError)
+    saved = None if resume_step is None else store.read_progress(resume_step)
+    if saved is not None:
+        _check_config_changes(saved["config"], config, world)
+    step = _build_step(config, world, saved)
+    if resume_step is not None:
+        store.load(resume_step, step.model, step.optimizer)
+    with ExitStack() as stack:
+        stop_signal = stack.enter_context(StopSignal(has_launcher=world.size > 1))
+        run = Run(config, world, tokenizer, step, store, stop_signal)
+        _open_record(run, saved, kind, stack, ranks)
+        yield run, None if saved is None else saved["data"]
+        store.wait()
+
+
+def _build_step(config: RunConfig, world: World, saved: dict[str, Any] | None) -> TrainStep:
+    mesh = build_mesh(config.parallel, world.device.type)
+    model = setup_model(
+        config.model,
+        mesh,
+        seed=config.seed,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+    )
+    optimizer = setup_optimizer(config.optim, model.named_parameters(), mesh)
+    settings = StepSettings(
+        load_balancing_coef=config.model.load_balancing_coef,
+        max_norm=config.optim.max_norm,
+        max_skipped_steps=config.optim.max_skipped_steps,
+    )
+    progress = Progress() if saved is None else Progress.from_state(saved["progress"])
+    factor = build_schedule(config.scheduler, config.max_steps)
+    return TrainStep(model, optimizer, factor, settings, progress)
+
+
+def _open_record(
+    run: Run, saved: dict[str, Any] | None, kind: str, stack: ExitStack, ranks: Ranks
+) -> None:
+    """Open metrics and display and write the folder's files, on rank 0."""
+
+    def open_on_first() -> None:
+        config = run.config
+        write_config(config, resumed=saved is not None)
+        plan = describe_plan(run.step.optimizer)
+        (run.folder / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
+        resume_step = None if saved is None else run.progress.step
+        writer = MetricsWriter(
+            run.folder,
+            config.wandb,
+            config.model_dump(mode="json") | {"kernels": kernel_choices(run.step.optimizer)},
+            resume_step=resume_step,
+        )
+        run.writer = stack.enter_context(writer)
+        if saved is not None:
+            run.writer.restore(run.progress.step, saved["metrics"])
+        run.display = stack.enter_context(Display(config.max_steps, run.progress.step, kind))
+
+    ranks.on_first(open_on_first, UserError, OSError)
+
+
+def _check_config_changes(saved: dict[str, Any], config: RunConfig, world: World) -> None:
+    allowed, refused = compare_configs(saved, config.model_dump(mode="json"))
+    if refused:
+        raise UserError(refusal_message(refused))
+    if world.is_first:
+        for change in allowed:
+            logger.info("changed since the checkpoint: %s", change)

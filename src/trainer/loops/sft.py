@@ -1,0 +1,78 @@
+"""Supervised fine-tuning, from a config to saved weights."""
+
+from trainer.config import SFTConfig
+from trainer.data import SFTData, setup_sft_data, setup_tokenizer
+from trainer.loops.assembly import open_run
+from trainer.loops.evaluate import mean_loss
+from trainer.loops.greedy import answer_greedily, samples_text
+from trainer.loops.run import Run
+from trainer.loops.supervised import train
+from trainer.parallel.world import open_world
+
+NUM_SAMPLES_SHOWN = 3
+
+
+def run_sft(config: SFTConfig) -> None:
+    """Run `trainer sft`.
+
+    Raises:
+        UserError: the config, the data or the folder does not allow the run.
+        Interrupted: a signal asked for an end; the state is saved.
+
+    Collective: every rank of the launch calls it.
+    """
+    with open_world(config.parallel) as world:
+        tokenizer = setup_tokenizer(config.data, config.model.name)
+        data = setup_sft_data(config.data, config.val, tokenizer, config.seed)
+        with open_run(config, world, tokenizer, "SFT") as (run, position):
+            run.say(data.description)
+            if position is None:
+                show_answers(run, config, data, "before training")
+            else:
+                data.train.load_state_dict(position)
+            train(run, config, data.train, lambda: evaluate(run, config, data))
+            run.say(_where_things_lie(run))
+
+
+def evaluate(run: Run, config: SFTConfig, data: SFTData) -> dict[str, float]:
+    """Return the validation loss and, after the last step, how many answers are exactly right.
+
+    Collective: as `mean_loss` and `answer_greedily`.
+    """
+    metrics: dict[str, float] = {}
+    if data.validation_packs:
+        metrics["val/loss"] = mean_loss(run, data.validation_packs, config.data)
+    if run.progress.step == config.max_steps:
+        exact_match = show_answers(run, config, data, "after training")
+        if exact_match is not None:
+            metrics["val/exact_match"] = exact_match
+    return metrics
+
+
+def show_answers(run: Run, config: SFTConfig, data: SFTData, moment: str) -> float | None:
+    """Answer the held-out questions and show a few; return the part answered right.
+
+    Collective: as `answer_greedily`; nothing without held-out questions.
+    """
+    if not data.held_out:
+        return None
+    result = answer_greedily(run, data.held_out, config.val.max_new_tokens)
+    run.say(samples_text(f"greedy answers {moment}", data.held_out, result, NUM_SAMPLES_SHOWN))
+    run.say(f"  always giving the most common training answer: {data.majority_rate:.3f}")
+    return result.exact_match
+
+
+def _where_things_lie(run: Run) -> str:
+    step, folder = run.progress.step, run.folder
+    return "\n".join(
+        [
+            f"done: {step} steps, {run.progress.trained_tokens:,} trained tokens",
+            f"  metrics     {folder / 'metrics.jsonl'}",
+            f"  checkpoint  {folder / 'checkpoints' / f'step_{step}'}",
+            f"  weights     {folder / 'weights' / f'step_{step}'} (Hugging Face layout)",
+            "next:",
+            f"  trainer sft @ {folder / 'config.toml'} --output-dir NEW_FOLDER --max-steps N",
+            f"  trainer sft @ {folder / 'config.toml'} --ckpt.resume latest --max-steps {2 * step}",
+            f"  trainer export {folder / 'checkpoints' / f'step_{step}'} OUT",
+        ]
+    )

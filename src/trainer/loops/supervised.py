@@ -1,0 +1,65 @@
+"""The loop that SFT and pretraining share: batch, step, log, evaluate, save.
+
+Owns the order. What a run consists of is put together in `assembly.py`; what a step does is
+`trainer.step`; what is measured is `record.py`.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from trainer.clock import Clock
+from trainer.config import SupervisedConfig
+from trainer.data import Pack, pack_fill
+from trainer.errors import Interrupted
+from trainer.loops.due import is_due
+from trainer.loops.run import Run
+from trainer.step import StepTotals
+
+
+class PackStream(Protocol):
+    """An endless stream of packs in one global order, the same on every rank."""
+
+    def next_packs(self, num_packs: int) -> list[Pack]:
+        """Return the next packs of the global order."""
+        ...
+
+    def state_dict(self) -> dict:
+        """Return the position after the last pack taken, as JSON."""
+        ...
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from a position."""
+
+
+def train(
+    run: Run,
+    config: SupervisedConfig,
+    stream: PackStream,
+    evaluate: Callable[[], dict[str, float]],
+) -> None:
+    """Train from where the run stands to `max_steps`.
+
+    Args:
+        run: Resumed if it was to be.
+        config: Of the run.
+        stream: Where the run stands in the data.
+        evaluate: Measures the model as it is, by metric name; called by all ranks together.
+
+    Raises:
+        Interrupted: a signal asked for an end; the state is saved.
+        RuntimeError: the run has diverged.
+
+    Collective: every rank runs every step, evaluation and save together.
+    """
+    while run.progress.step < config.max_steps:
+        clock = Clock(run.device)
+        clock.mark("start")
+        packs = stream.next_packs(config.data.batch_size)
+        record = run.step(clock, run.micro_batches(packs, config.data), StepTotals.of(packs))
+        run.log(record, {"data/pack_fill": pack_fill(packs, config.data.seq_len)})
+        if is_due(config.val.interval, record.step, config.max_steps):
+            run.log_more(evaluate())
+        stopped_by = run.stop_signal.agreed()
+        run.save_if_due(stream.state_dict(), now=stopped_by is not None)
+        if stopped_by is not None:
+            raise Interrupted(stopped_by)

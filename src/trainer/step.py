@@ -1,0 +1,232 @@
+"""One training step: forward and backward over micro-batches, clip, optimizer, record.
+
+Owns the order of a step, the host side of the non-finite gate and the step's record. Does not own
+data order (`trainer.data`), the update (`trainer.optim`) or where records go (`trainer.metrics`).
+Nothing here waits for the device: a step's values are copied aside and read one step later.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from trainer.clock import Clock, HostCopy
+from trainer.data import Pack, PackedBatch
+from trainer.losses import sft_loss
+from trainer.model.causal_lm import CausalLM
+from trainer.model.load_balancing import max_violation
+from trainer.parallel.clip import clip_gradients_
+from trainer.progress import Progress
+
+
+class GatedOptimizer(Protocol):
+    """What `setup_optimizer` returns, as far as a step needs it."""
+
+    param_groups: list[dict]
+
+    def step(self, closure: None = None, *, finite: Tensor | None = None) -> None:
+        """Apply the update where `finite` (0-d bool, on the device) holds."""
+
+    def settle(self) -> bool:
+        """Wait for the last step's flag; return whether it was applied."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+
+    def phase_times(self) -> Callable[[], dict[str, float]]:
+        """Return a reader of the last step's phases: ms by metric name; reading waits."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step needs of the config, fixed for the run."""
+
+    load_balancing_coef: float
+    max_norm: float | None
+    max_skipped_steps: int
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Counts of one step over all ranks and micro-batches; every rank knows all packs.
+
+    Attributes:
+        weight: Sum of the loss weights, the loss's denominator.
+        num_tokens: Tokens, padding excluded.
+        trained_tokens: Tokens with a loss.
+        num_pairs: Causal (query, key) pairs inside documents, for the FLOPs of attention.
+    """
+
+    weight: float
+    num_tokens: int
+    trained_tokens: int
+    num_pairs: int
+
+    @classmethod
+    def of(cls, packs: Sequence[Pack]) -> "StepTotals":
+        """Count the packs of one global step."""
+        documents = [document for pack in packs for document in pack.documents]
+        return cls(
+            weight=sum(float(document.weights.sum()) for document in documents),
+            num_tokens=sum(len(document) for document in documents),
+            trained_tokens=sum(pack.num_trained for pack in packs),
+            num_pairs=sum(len(document) * (len(document) + 1) // 2 for document in documents),
+        )
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step measured; values still on their way from the device.
+
+    Attributes:
+        step: The step, from 1.
+        lr: Learning rate of the first param group.
+        totals: The step's counts.
+        num_tokens: Tokens of the run so far, this step included, padding excluded.
+        trained_tokens: Of those, the ones with a loss.
+        values: fp64, global: loss, load-balancing loss, gradient norm, mean max violation.
+        phase_times: Reads the optimizer's phases in ms, by metric name.
+        clock: Marks `start`, `forward`, `backward`, `optimizer`, each when that phase begins or,
+            the last two, ends.
+    """
+
+    step: int
+    lr: float
+    totals: StepTotals
+    num_tokens: int
+    trained_tokens: int
+    values: HostCopy
+    phase_times: Callable[[], dict[str, float]]
+    clock: Clock
+
+
+class TrainStep:
+    """Runs optimizer steps on a model, one a call.
+
+    Args:
+        model: From `setup_model`.
+        optimizer: From `setup_optimizer`.
+        factor: Learning-rate factor by number of applied steps (`build_schedule`).
+        settings: The step's part of the config.
+        progress: Counters of the run, advanced here.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        optimizer: GatedOptimizer,
+        factor: Callable[[int], float],
+        settings: StepSettings,
+        progress: Progress,
+    ) -> None:
+        assert isinstance(model, FSDPModule), "setup_model shards the model"
+        self.model = model
+        self._shards: FSDPModule = model
+        self.optimizer = optimizer
+        self.factor = factor
+        self.settings = settings
+        self.progress = progress
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def __call__(
+        self, clock: Clock, micro_batches: Sequence[PackedBatch], totals: StepTotals
+    ) -> StepRecord:
+        """Train on this rank's micro-batches of one global step.
+
+        Args:
+            clock: Marked `start` when the step began (fetching data belongs to it).
+            micro_batches: This rank's part, on the device; as many on every rank.
+            totals: Counts over all ranks and micro-batches.
+
+        Raises:
+            RuntimeError: too many steps in a row were not finite.
+
+        Collective: forward and backward as FSDP and expert dispatch do; one all-reduce of the
+            step's sums; the gradient norm's; the optimizer's exchange. All ranks call.
+        """
+        clock.mark("forward")
+        loss_terms, max_vio = self._accumulate_gradients(micro_batches, totals.weight)
+        clock.mark("backward")
+        gradient = clip_gradients_(self.model.parameters(), self.settings.max_norm)
+        finite = gradient.finite & loss_terms.isfinite().all()
+        self.settle()
+        lr = self._set_learning_rates()
+        self.optimizer.step(finite=finite)
+        self.optimizer.zero_grad()
+        clock.mark("optimizer")
+        self.progress.advance(totals.num_tokens, totals.trained_tokens)
+        values = torch.cat([loss_terms, gradient.norm.double().view(1), max_vio.view(1)])
+        return StepRecord(
+            step=self.progress.step,
+            lr=lr,
+            totals=totals,
+            num_tokens=self.progress.num_tokens,
+            trained_tokens=self.progress.trained_tokens,
+            values=HostCopy(values),
+            phase_times=self.optimizer.phase_times(),
+            clock=clock,
+        )
+
+    def settle(self) -> None:
+        """Take in whether the last step was applied, by now known without waiting.
+
+        Raises:
+            RuntimeError: too many steps in a row were not finite.
+        """
+        if self.progress.step == self.progress.num_settled:
+            return
+        self.progress.settle(applied=self.optimizer.settle())
+        if self.progress.skipped_in_row >= self.settings.max_skipped_steps:
+            raise RuntimeError(
+                f"{self.progress.skipped_in_row} steps in a row had a non-finite loss or gradient "
+                f"(up to step {self.progress.step}; optim.max_skipped_steps="
+                f"{self.settings.max_skipped_steps}): the run has diverged; lower optim.lr or look "
+                "at the data of these steps"
+            )
+
+    def _accumulate_gradients(
+        self, micro_batches: Sequence[PackedBatch], total_weight: float
+    ) -> tuple[Tensor, Tensor]:
+        """Run forward and backward; return (loss, load balancing) and max violation, fp64, global.
+
+        Collective: one all-reduce (sum) over the world after the last backward.
+        """
+        device = micro_batches[0].input_ids_PS.device
+        weight = torch.tensor(total_weight, dtype=torch.float32, device=device)
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        counts_LE = torch.zeros((), dtype=torch.float64, device=device)
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            self._shards.set_is_last_backward(is_last)
+            self._shards.set_requires_all_reduce(is_last)
+            outputs = self.model(
+                batch.input_ids_PS,
+                position_ids=batch.position_ids_PS,
+                target_ids=batch.target_ids_PS,
+            )
+            terms = sft_loss(
+                outputs,
+                batch.weights_PS,
+                total_weight=weight,
+                load_balancing_coef=self.settings.load_balancing_coef,
+            )
+            terms.total.backward()
+            sums += torch.stack([terms.cross_entropy, terms.load_balancing]).double()
+            counts_LE = counts_LE + outputs.expert_counts_LE.double()
+        summed = torch.cat([sums, counts_LE.flatten()])
+        dist.all_reduce(summed)
+        if not counts_LE.numel():
+            return summed[:2], torch.zeros((), dtype=torch.float64, device=device)
+        return summed[:2], max_violation(summed[2:].view_as(counts_LE)).mean()
+
+    def _set_learning_rates(self) -> float:
+        factor = self.factor(self.progress.num_applied)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
+        return self.optimizer.param_groups[0]["lr"]
