@@ -1,0 +1,216 @@
+"""What a plan costs on its rank: FLOPs, bytes over each axis, temporaries, time on a known GPU.
+
+Owns the counting. Counts follow `pipeline.py` literally, so a plan prices what will run; times rest on
+the measured rates below and on nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.errors import UserError
+from trainer.optim.coefficients import CoefficientTable
+from trainer.optim.kernels.select import KernelChoice
+from trainer.optim.newton_schulz import newton_schulz_flops, newton_schulz_workspace_bytes
+from trainer.optim.pipeline import NS_DTYPES
+from trainer.optim.plan import BYTES, Bucket, Chunk, Plan, PlannedGroup
+from trainer.optim.layout import local_shape
+from trainer.optim.wire import TAIL
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured rates of one GPU.
+
+    Attributes:
+        tflops: Of batched half-precision products at the shapes of experts.
+        memory_gb_s: Read plus written, device memory.
+        link_gb_s: Sent by one GPU in an all-to-all within a host.
+    """
+
+    tflops: float
+    memory_gb_s: float
+    link_gb_s: float
+
+
+RATES = {
+    # torch 2.11, 2026-11-29: symmetric GEMMs of 1536x2048 and 2048x768 stacks, device copy;
+    # the link is NVLink 4's nominal 450 GB/s at the usual four fifths.
+    "H200": Rates(tflops=560, memory_gb_s=4270, link_gb_s=360),
+    # Same chip, HBM3 instead of HBM3e; not measured: scaled by the data sheets' ratio.
+    "H100": Rates(tflops=560, memory_gb_s=2980, link_gb_s=360),
+}
+
+
+@dataclass(frozen=True)
+class Price:
+    """The cost of one optimizer step on one rank.
+
+    Attributes:
+        flops: Of Newton-Schulz.
+        sent_bytes: Bytes sent to other ranks, by axis.
+        num_collectives: Exchanges joined.
+        state_bytes: Optimizer state on this rank.
+        temporary_bytes: The most that the step holds above weights, gradients and state.
+        memory_bytes: Read and written by momentum, stacks and updates.
+        kernels: For each matrix shape, the kernel and why.
+    """
+
+    flops: int
+    sent_bytes: dict[str, int]
+    num_collectives: int
+    state_bytes: int
+    temporary_bytes: int
+    memory_bytes: int
+    kernels: dict[str, str] = field(default_factory=dict)
+
+
+def price_plan(
+    plan: Plan,
+    groups: Sequence[PlannedGroup],
+    kernels: Sequence[KernelChoice],
+    *,
+    steps: int = 5,
+    coefficients: CoefficientTable = "quintic",
+) -> Price:
+    """Price a plan.
+
+    Args:
+        plan: From `plan_with_kernels`.
+        groups: What it was made from.
+        kernels: The choice for each bucket, from the same call.
+        steps: `ns_steps`.
+        coefficients: `ns_coefficients`.
+    """
+    dtype = NS_DTYPES[plan.options.ns_dtype]
+    sent: dict[str, int] = {}
+    flops, held = 0, []
+    for b, c in plan.slots:
+        bucket, kernel = plan.buckets[b], kernels[b]
+        chunk = bucket.chunks[c]
+        shape = bucket.owned_here(chunk), bucket.rows, bucket.cols
+        flops += newton_schulz_flops(
+            shape, steps=steps, coefficients=coefficients, dtype=dtype, kernel=kernel
+        )
+        work = newton_schulz_workspace_bytes(
+            shape, steps=steps, coefficients=coefficients, dtype=dtype, kernel=kernel
+        )
+        held.append(_held_bytes(bucket, chunk, work, plan.options.ns_dtype))
+        for axis, count in _sent_bytes(bucket, chunk, plan.options.ns_dtype).items():
+            sent[axis] = sent.get(axis, 0) + count
+    names = {f"{b.rows}x{b.cols}": f"{b.kernel} ({b.kernel_reason})" for b in plan.buckets}
+    return Price(
+        flops=flops,
+        sent_bytes=sent,
+        num_collectives=plan.num_collectives(),
+        state_bytes=sum(_state_bytes(group) for group in groups),
+        temporary_bytes=_peak(held),
+        memory_bytes=sum(_moved_bytes(b, plan.options.ns_dtype) for b in plan.buckets),
+        kernels=names,
+    )
+
+
+def predict_ms(price: Price, gpu: str) -> dict[str, float]:
+    """Predict the milliseconds of each phase of a step, and their sum without overlap.
+
+    Args:
+        price: From `price_plan`.
+        gpu: A name in `RATES`.
+
+    Raises:
+        UserError: no rates are known for that GPU.
+    """
+    if gpu not in RATES:
+        raise UserError(f"gpu={gpu!r}: rates are known for {', '.join(RATES)}; choose one of them")
+    rates = RATES[gpu]
+    phases = {
+        "newton_schulz_ms": price.flops / rates.tflops / 1e9,
+        "elementwise_ms": price.memory_bytes / rates.memory_gb_s / 1e6,
+        "exchange_ms": sum(price.sent_bytes.values()) / rates.link_gb_s / 1e6,
+    }
+    return {**phases, "total_ms": sum(phases.values())}
+
+
+def _sent_bytes(bucket: Bucket, chunk: Chunk, ns_dtype: str) -> dict[str, int]:
+    """Return what this rank sends for a chunk, by axis: in and out over shards, out to replicas."""
+    if bucket.mesh is None:
+        return {}
+    sent = {}
+    size = BYTES[ns_dtype]
+    rows, cols = bucket.local_matrix_shape
+    if bucket.split_axis is not None and bucket.num_shards > 1:
+        here = bucket.owned_here(chunk)
+        others = bucket.share(chunk, bucket.replica_rank) - here
+        slabs_out = here * (bucket.rows * bucket.cols - rows * cols)
+        axis = bucket.mesh.axes[bucket.split_axis]
+        sent[axis] = size * (others * (rows * cols + TAIL) + slabs_out)
+    if bucket.num_replicas > 1 and chunk.stop > chunk.start:
+        axis = " x ".join(bucket.mesh.axes[a] for a in bucket.replica_axes)
+        part = max(bucket.share(chunk, replica) for replica in range(bucket.num_replicas))
+        sent[axis] = size * part * rows * cols * (bucket.num_replicas - 1)
+    return sent
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes that a chunk holds at each stage of the pipeline."""
+
+    entering: int
+    turning: int
+    sharing: int
+    finishing: int
+
+
+def _held_bytes(bucket: Bucket, chunk: Chunk, workspace: int, ns_dtype: str) -> _Held:
+    size = BYTES[ns_dtype]
+    slab = bucket.local_matrix_shape[0] * bucket.local_matrix_shape[1]
+    stack = size * bucket.owned_here(chunk) * bucket.rows * bucket.cols
+    share = size * bucket.share(chunk, bucket.replica_rank) * slab
+    gathered = size * (chunk.stop - chunk.start) * slab if bucket.num_replicas > 1 else 0
+    if not bucket.is_exchanged:
+        return _Held(0, stack + workspace, 0, 0)
+    if bucket.num_shards == 1:
+        return _Held(stack, stack + workspace, stack + gathered, stack + gathered)
+    return _Held(
+        entering=share + stack,
+        turning=stack + max(stack, workspace) + share,
+        sharing=stack + share + gathered,
+        finishing=share + gathered,
+    )
+
+
+def _peak(held: Sequence[_Held]) -> int:
+    """Return the most held at once, neighbours in the pipeline counted together."""
+    nothing = _Held(0, 0, 0, 0)
+    padded = [nothing] * 3 + list(held) + [nothing] * 3
+    return max(
+        (
+            padded[i].entering
+            + padded[i - 1].turning
+            + padded[i - 2].sharing
+            + padded[i - 3].finishing
+            for i in range(3, len(padded))
+        ),
+        default=0,
+    )
+
+
+def _moved_bytes(bucket: Bucket, ns_dtype: str) -> int:
+    """Return bytes read and written around the orthogonalization of a bucket's own matrices."""
+    slab = bucket.local_matrix_shape[0] * bucket.local_matrix_shape[1]
+    elements = slab * sum(piece.num_matrices for piece in bucket.pieces)
+    weight = BYTES[bucket.dtype]
+    # Gradient read; momentum and weight read and written; momentum read twice more to scale and
+    # cast it; the update written, then read.
+    return elements * (weight * 7 + BYTES[ns_dtype] * 2)
+
+
+def _state_bytes(group: PlannedGroup) -> int:
+    copies = 2 if group.algorithm == "adamw" else 1
+    return sum(
+        copies * torch.Size(local_shape(spec)).numel() * BYTES[spec.dtype]
+        for spec in group.parameters
+    )
