@@ -1,8 +1,9 @@
 """Validation rows: which they are, their packs, and questions to answer greedily.
 
-Owns the split and the rule that no question held out is ever trained on, by text: training passes
-over every row whose question (all turns before the last answer) is also a validation row's. So it
-costs reading the validation rows, not the training rows. Read `setup.py` next.
+Owns the split and the rule that no question held out is ever trained on, by text: a question is
+all that comes before a validation row's last answer, and training passes over every row that would
+train an answer to it. So it costs reading the validation rows, not the training rows. Read
+`setup.py` next.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from trainer.config.data import DataConfig, ValConfig
 from trainer.data.encode import SampleEncoder
 from trainer.data.packing import Document, Pack, take_best_fit
 from trainer.data.rows import Row, question_key, question_text
-from trainer.data.sources import Rows, SplitRows, open_rows, single_sources
+from trainer.data.sources import Rows, SplitRows, open_sources
 from trainer.data.stream import RowReader
 from trainer.errors import UserError
 
@@ -44,9 +45,9 @@ def split_rows(data: DataConfig, val: ValConfig) -> Split:
     Raises:
         UserError: a source cannot be opened, or a fraction leaves no row for training.
     """
-    train = tuple(open_rows(source) for source in single_sources(data.source))
+    train = open_sources(data.source, "data.source")
     if val.source is not None:
-        return Split(train, tuple(open_rows(source) for source in single_sources(val.source)))
+        return Split(train, open_sources(val.source, "val.source"))
     if val.fraction == 0:
         return Split(train, ())
     num_held_out = [max(1, round(val.fraction * len(rows))) for rows in train]
@@ -72,8 +73,8 @@ def iterate_rows(sources: Sequence[Rows], reader: RowReader) -> Iterator[Row]:
                 yield row
 
 
-def question_keys(sources: Sequence[Rows], reader: RowReader) -> frozenset[bytes]:
-    """Return the keys of all questions in the sources."""
+def held_out_keys(sources: Sequence[Rows], reader: RowReader) -> frozenset[bytes]:
+    """Return the key of every validation row's question."""
     return frozenset(question_key(row) for row in iterate_rows(sources, reader))
 
 
@@ -162,5 +163,5 @@ def majority_rate(
         for index in range(min(len(rows), per_source))
         if (row := reader.parse(rows, index)) is not None
     )
-    majority = max(answers, key=lambda answer: answers[answer])
+    majority = max(answers, key=lambda answer: answers[answer], default=None)
     return sum(item.answer == majority for item in held_out) / len(held_out)

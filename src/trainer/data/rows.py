@@ -88,8 +88,26 @@ def question_text(row: Row) -> str:
 
 def question_key(row: Row) -> bytes:
     """Return 16 bytes that are equal for equal questions (all turns before the last answer)."""
-    text = json.dumps(row.question, sort_keys=True, ensure_ascii=False)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return question_keys(row)[-1]
+
+
+def question_keys(row: Row) -> list[bytes]:
+    """Return the key of what comes before each answer of the row, in order."""
+    if isinstance(row, TextRow):
+        return [_extend_hash(hashlib.blake2b(digest_size=16), row.prompt).digest()]
+    keys = []
+    answers = set(row.assistant_turns)
+    hashed = hashlib.blake2b(digest_size=16)
+    for index, message in enumerate(row.messages):
+        if index in answers:
+            keys.append(hashed.digest())
+        _extend_hash(hashed, message)
+    return keys
+
+
+def _extend_hash(hashed: hashlib.blake2b, value: Any) -> hashlib.blake2b:
+    hashed.update(json.dumps(value, sort_keys=True).encode())
+    return hashed
 
 
 def parse_row(raw: Mapping[str, Any]) -> Row:

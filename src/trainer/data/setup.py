@@ -12,10 +12,10 @@ from trainer.data.encode import SampleEncoder
 from trainer.data.held_out import (
     HeldOut,
     Split,
+    held_out_keys,
     majority_rate,
     pack_rows,
     pick_held_out,
-    question_keys,
     split_rows,
 )
 from trainer.data.packing import Pack
@@ -65,7 +65,7 @@ def setup_sft_data(
     val_reader = RowReader(encoder, data)
     packs = pack_rows(split.validation, val_reader, data, val.max_packs)
     held_out = pick_held_out(split.validation, val_reader, encoder, val.num_generate)
-    reader = RowReader(encoder, data, question_keys(split.validation, val_reader))
+    reader = RowReader(encoder, data, held_out_keys(split.validation, val_reader))
     weights = [source.weight for source in single_sources(data.source)]
     stream = SFTStream(split.train, weights, reader, data, seed)
     return SFTData(

@@ -116,9 +116,10 @@ class ReasoningGymRows:
     `task` is the reasoning-gym data set, which also scores answers; `item(i)` its i-th item here.
     """
 
-    def __init__(self, config: ReasoningGymSource) -> None:
+    def __init__(self, config: ReasoningGymSource, field: str) -> None:
         self._config = config
-        self.task = _create_task(config)
+        self._field = field
+        self.task = _create_task(config, field)
 
     def __len__(self) -> int:
         return self._config.size
@@ -134,8 +135,8 @@ class ReasoningGymRows:
             question = self._config.template.format(**fields)
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise UserError(
-                f"data.source.template={self._config.template!r} cannot be filled in ({error!r}): "
-                f"the fields of task {self._config.task} are {sorted(fields)}"
+                f"{self._field}.template={self._config.template!r} cannot be filled in "
+                f"({error!r}): the fields of task {self._config.task} are {sorted(fields)}"
             ) from None
         system = self._config.system
         turns = [] if system is None else [{"role": "system", "content": system}]
@@ -153,42 +154,56 @@ def single_sources(source: Source) -> tuple[SingleSource, ...]:
     return source.sources if isinstance(source, MixSource) else (source,)
 
 
-def open_rows(source: SingleSource) -> Rows:
-    """Open one source.
+def open_sources(source: Source, field: str) -> tuple[Rows, ...]:
+    """Open a source, or all sources of a mix.
+
+    Args:
+        source: from the config.
+        field: the source's name there, for messages.
 
     Raises:
-        UserError: it does not exist, cannot be read, or has no rows.
+        UserError: one does not exist, cannot be read, or has no rows.
     """
+    if isinstance(source, MixSource):
+        parts = enumerate(source.sources)
+        return tuple(open_rows(part, f"{field}.sources.{i}") for i, part in parts)
+    return (open_rows(source, field),)
+
+
+def open_rows(source: SingleSource, field: str) -> Rows:
+    """Open one source; arguments and errors as `open_sources`."""
     match source:
         case FilesSource():
-            rows, name = _open_files(source), f"path={source.path!r}"
+            rows, name = _open_files(source, field), f"path={source.path!r}"
         case HubSource():
-            rows, name = _open_hub(source), f"name={source.name!r}"
+            rows, name = _open_hub(source, field), f"name={source.name!r}"
         case ReasoningGymSource():
-            return ReasoningGymRows(source)
+            return ReasoningGymRows(source, field)
     if len(rows) == 0:
-        raise UserError(f"data.source.{name} has no rows: give a source with at least one")
+        raise UserError(f"{field}.{name} has no rows: give a source with at least one")
     return rows
 
 
-def _open_files(source: FilesSource) -> Rows:
+def _open_files(source: FilesSource, field: str) -> Rows:
     path = Path(source.path)
+    if not path.exists():
+        raise UserError(f"{field}.path={source.path!r} does not exist: give a file or folder")
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     files = [file for file in files if file.suffix in _SUFFIXES]
     if not files:
-        found = "does not exist" if not path.exists() else "has no such file"
+        found = "is of another kind" if path.is_file() else "holds no such file"
         raise UserError(
-            f"data.source.path={source.path!r} {found}: give a .jsonl or .parquet file, or a "
-            "folder of them"
+            f"{field}.path={source.path!r} {found}: give a .jsonl or .parquet file, or a folder "
+            "of them"
         )
-    return ChainedRows([_open_file(file) for file in files])
+    return ChainedRows([_open_file(file, field) for file in files])
 
 
-def _open_file(path: Path) -> Rows:
-    return JsonLines(path) if path.suffix == ".jsonl" else _open_parquet(path)
+def _open_file(path: Path, field: str) -> Rows:
+    return JsonLines(path) if path.suffix == ".jsonl" else _open_parquet(path, field)
 
 
-def _open_parquet(path: Path) -> Rows:
+def _open_parquet(path: Path, field: str) -> Rows:
     import pyarrow
     import pyarrow.parquet
 
@@ -196,17 +211,17 @@ def _open_parquet(path: Path) -> Rows:
         pyarrow.parquet.read_metadata(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
-            f"data.source.path: {path} is not a readable Parquet file ({error}): replace it"
+            f"{field}.path: {path} is not a readable Parquet file ({error}): replace it"
         ) from error
     return TableRows(_load_table("parquet", data_files=str(path), split="train"), str(path))
 
 
-def _open_hub(source: HubSource) -> Rows:
+def _open_hub(source: HubSource, field: str) -> Rows:
     try:
         table = _load_table(source.name, source.subset, split=source.split)
     except (OSError, ValueError, ConnectionError) as error:
         raise UserError(
-            f"data.source.name={source.name!r} (subset={source.subset!r}, split={source.split!r}) "
+            f"{field}.name={source.name!r} (subset={source.subset!r}, split={source.split!r}) "
             f"cannot be loaded: {error}"
         ) from error
     return TableRows(table, f"{source.name}[{source.split}]")
@@ -228,13 +243,13 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _create_task(source: ReasoningGymSource) -> Any:
+def _create_task(source: ReasoningGymSource, field: str) -> Any:
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if source.task not in DATASETS:
         close = difflib.get_close_matches(source.task, DATASETS, n=3)
         raise UserError(
-            f"data.source.task={source.task!r} is no reasoning-gym task"
+            f"{field}.task={source.task!r} is no reasoning-gym task"
             + (f": did you mean {' or '.join(close)}?" if close else "")
         )
     try:
@@ -243,5 +258,5 @@ def _create_task(source: ReasoningGymSource) -> Any:
         )
     except (TypeError, AssertionError, ValueError) as error:
         raise UserError(
-            f"data.source.params={source.params!r} are refused by task {source.task}: {error}"
+            f"{field}.params={source.params!r} are refused by task {source.task}: {error}"
         ) from error

@@ -14,7 +14,7 @@ from trainer.config.data import DataConfig
 from trainer.data.encode import SampleEncoder
 from trainer.data.order import Draw, RowOrder
 from trainer.data.packing import Document, Pack, Sample, take_best_fit
-from trainer.data.rows import BadRow, Row, parse_row, question_key
+from trainer.data.rows import BadRow, Row, parse_row, question_keys
 from trainer.data.sources import Rows
 from trainer.errors import UserError
 
@@ -25,7 +25,8 @@ class RowReader:
     Args:
         encoder: rows to samples.
         config: the `data` section (`on_bad_row`, `overlong`, `split_samples`, `seq_len`).
-        excluded: question keys whose rows are passed over (those held out for validation).
+        excluded: keys of questions held out for validation; a row that would train an answer to
+            one is passed over.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RowReader:
         row = self.parse(rows, index)
         if row is None:
             return []
-        if self._excluded and question_key(row) in self._excluded:
+        if self._excluded and not self._excluded.isdisjoint(question_keys(row)):
             self.counts["held_out"] += 1
             return []
         try:

@@ -57,6 +57,15 @@ def test_no_question_of_a_validation_file_is_trained_on(tmp_path: Path) -> None:
     assert questions(data.validation_packs) == {f"q{i}" for i in range(15, 25)}
 
 
+def test_a_held_out_question_is_not_trained_as_an_earlier_turn(tmp_path: Path) -> None:
+    longer = {"messages": chat_row("q", "a")["messages"] + chat_row("r", "b")["messages"]}
+    train = write_jsonl(tmp_path / "t.jsonl", [longer, chat_row("r", "b")])
+    val = write_jsonl(tmp_path / "v.jsonl", [chat_row("q", "a")])
+    settings = ValConfig(source=FilesSource(path=str(val)))
+    data = setup_sft_data(files_config(train), settings, TOKENIZER, 0)
+    assert questions(data.train.next_packs(8)) == {"r"}
+
+
 def test_task_questions_are_held_out_by_text() -> None:
     """Two seeds of a task overlap: item i of one is item i - 1 of the next."""
     config = DataConfig(

@@ -5,8 +5,8 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.rows import chat_row, write_jsonl
-from trainer.config.data import FilesSource, HubSource, ReasoningGymSource
-from trainer.data.sources import ChainedRows, ReasoningGymRows, SplitRows, open_rows
+from trainer.config.data import FilesSource, HubSource, MixSource, ReasoningGymSource
+from trainer.data.sources import ChainedRows, ReasoningGymRows, SplitRows, open_rows, open_sources
 from trainer.errors import UserError
 
 CALL = {"name": "f", "arguments": {"x": 1}}
@@ -26,7 +26,7 @@ def test_a_folder_gives_all_its_files_in_order_of_their_names(tmp_path: Path) ->
     write_jsonl(tmp_path / "rows/a/x.jsonl", ROWS[:2])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "rows/c.parquet")
     (tmp_path / "rows/README.md").write_text("not data")
-    rows = open_rows(FilesSource(path=str(tmp_path / "rows")))
+    rows = open_rows(FilesSource(path=str(tmp_path / "rows")), "data.source")
     assert [rows[i] for i in range(len(rows))] == ROWS
     assert rows.where(2) == f"{tmp_path}/rows/b.jsonl:1"
     assert rows.where(3) == f"{tmp_path}/rows/c.parquet: row 1"
@@ -35,13 +35,13 @@ def test_a_folder_gives_all_its_files_in_order_of_their_names(tmp_path: Path) ->
 def test_parquet_rows_lose_the_nulls_that_arrow_adds(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    rows = open_rows(FilesSource(path=str(path)))
+    rows = open_rows(FilesSource(path=str(path)), "data.source")
     assert [rows[i] for i in range(4)] == ROWS
 
 
 def test_a_hub_data_set_is_read_by_name(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "set/train.jsonl", ROWS[:3])
-    rows = open_rows(HubSource(name=str(tmp_path / "set")))
+    rows = open_rows(HubSource(name=str(tmp_path / "set")), "data.source")
     assert [rows[i] for i in range(len(rows))] == ROWS[:3]
     assert rows.where(0) == f"{tmp_path}/set[train]: row 1"
 
@@ -68,30 +68,43 @@ def test_a_hub_data_set_is_read_by_name(tmp_path: Path) -> None:
 )
 def test_a_source_that_cannot_be_opened_is_named(source, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        open_rows(source)
+        open_rows(source, "data.source")
 
 
 def test_an_empty_source_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n")
     with pytest.raises(UserError, match=r"data\.source\.path='.*a\.jsonl' has no rows"):
-        open_rows(FilesSource(path=str(tmp_path / "a.jsonl")))
+        open_rows(FilesSource(path=str(tmp_path / "a.jsonl")), "data.source")
 
 
 def test_a_folder_without_data_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(UserError, match=r"has no such file: give a \.jsonl or \.parquet"):
-        open_rows(FilesSource(path=str(tmp_path)))
+    with pytest.raises(UserError, match=r"holds no such file: give a \.jsonl or \.parquet"):
+        open_rows(FilesSource(path=str(tmp_path)), "data.source")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(UserError, match=r"a\.csv' is of another kind"):
+        open_rows(FilesSource(path=str(tmp_path / "a.csv")), "data.source")
+
+
+def test_a_part_of_a_mix_is_named_by_its_place() -> None:
+    good = ReasoningGymSource(task="spell_backward", size=1)
+    mix = MixSource(sources=(good, FilesSource(path="/nowhere")))
+    with pytest.raises(UserError, match=r"val\.source\.sources\.1\.path='/nowhere'"):
+        open_sources(mix, "val.source")
 
 
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match=r"a\.parquet is not a readable Parquet file"):
-        open_rows(FilesSource(path=str(tmp_path / "a.parquet")))
+        open_rows(FilesSource(path=str(tmp_path / "a.parquet")), "data.source")
 
 
 def test_task_items_are_an_index_range_of_one_seed() -> None:
-    whole = open_rows(ReasoningGymSource(task="spell_backward", size=10))
-    part = open_rows(ReasoningGymSource(task="spell_backward", size=4, start=6))
+    whole = open_rows(ReasoningGymSource(task="spell_backward", size=10), "data.source")
+    part = open_rows(ReasoningGymSource(task="spell_backward", size=4, start=6), "data.source")
     assert [part[i] for i in range(4)] == [whole[i] for i in range(6, 10)]
     assert part.where(0) == "spell_backward(seed=0): item 6"
 
@@ -100,7 +113,7 @@ def test_template_and_system_turn_shape_the_question() -> None:
     source = ReasoningGymSource(
         task="spell_backward", size=1, template="reverse {word}", system="be brief"
     )
-    rows = ReasoningGymRows(source)
+    rows = ReasoningGymRows(source, "data.source")
     item = rows.item(0)
     assert rows[0]["messages"] == [
         {"role": "system", "content": "be brief"},
@@ -110,7 +123,9 @@ def test_template_and_system_turn_shape_the_question() -> None:
 
 
 def test_a_template_with_an_unknown_field_names_the_fields() -> None:
-    rows = open_rows(ReasoningGymSource(task="spell_backward", size=1, template="{wrod}"))
+    rows = open_rows(
+        ReasoningGymSource(task="spell_backward", size=1, template="{wrod}"), "data.source"
+    )
     with pytest.raises(UserError, match=r"template='\{wrod\}'.*'word'"):
         rows[0]
 
