@@ -93,12 +93,20 @@ def _together(function: Callable[[], T]) -> T:
 
 def _resolve(config: ModelConfig, ep_size: int) -> QwenConfig:
     hf_config = resolve_architecture(config)
-    _check_ep(hf_config, ep_size)
+    check_ep(hf_config.num_experts if isinstance(hf_config, Qwen3MoeConfig) else 0, ep_size)
     return hf_config
 
 
-def _check_ep(hf_config: QwenConfig, ep_size: int) -> None:
-    num_experts = hf_config.num_experts if isinstance(hf_config, Qwen3MoeConfig) else 0
+def check_ep(num_experts: int, ep_size: int) -> None:
+    """Refuse an `ep` that leaves ranks with unequal numbers of experts.
+
+    Args:
+        num_experts: E; 0 for a dense network.
+        ep_size: `parallel.ep`.
+
+    Raises:
+        UserError: `ep_size` does not divide E, or is above 1 without experts.
+    """
     if num_experts % ep_size or (ep_size > 1 and num_experts == 0):
         raise UserError(
             f"parallel.ep={ep_size} does not divide num_experts={num_experts}: every rank of the "
@@ -184,7 +192,7 @@ def _checkpoint_activations_(model: CausalLM) -> None:
         if isinstance(layer.mlp, MoEBlock):
             recompute = partial(recompute, context_fn=layer.mlp.gate.checkpoint_contexts)
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = recompute  # pyright: ignore[reportAttributeAccessIssue]
+        layer._gradient_checkpointing_func = recompute  # pyright: ignore[reportArgumentType]
 
 
 def _compile_(model: CausalLM) -> None:

@@ -5,6 +5,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tests.support.meshes import one_rank_mesh
 from tests.support.networks import dense_architecture, moe_architecture, packed_batch, random_model
+from trainer.config.model import DenseArchitecture
 from trainer.model.attention import choose_attention, document_ids, packed_mask
 from trainer.model.setup import setup_model
 
@@ -70,10 +71,16 @@ def listed_blocks(counts: Tensor | None, indices: Tensor | None) -> Tensor:
     return listed.scatter(2, indices[:, 0].long(), is_listed)
 
 
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "architecture", [dense_architecture(), moe_architecture()], ids=["dense", "moe"]
+)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # inductor's own
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @torch.no_grad()
-def test_a_packed_document_has_the_logits_it_has_alone(architecture, attention: str) -> None:
+def test_a_packed_document_has_the_logits_it_has_alone(
+    architecture: DenseArchitecture, attention: str
+) -> None:
     lengths = [5, 1, 7, 3]
     input_ids, position_ids, _ = packed_batch([lengths])
     # FlexAttention's kernel takes a minute to compile on a CPU; its reference obeys the same mask.
