@@ -21,12 +21,10 @@ from trainer.checkpoint.state import MODEL
 from trainer.checkpoint.store import HF_FOLDER
 from trainer.durable import beside, publish, start_folder
 from trainer.errors import UserError
-from trainer.model.hf_files import GIB, WeightFiles, plan_files, weight_dtype
+from trainer.model.hf_files import DEFAULT_SHARD_GIB, GIB, WeightFiles, plan_files, weight_dtype
 from trainer.model.hf_names import published_pieces
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_SHARD_GIB = 5.0
 
 
 def export_checkpoint(

@@ -55,18 +55,20 @@ def find_mismatch(
         return "it is of another model: " + ", ".join(
             f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in differing
         )
+    saved_names = [name for group in manifest.optimizer.groups for name in group["names"]]
+    state_problems = _key_problems("optimizer state", OPTIMIZER, shards, index)
     live_type, saved_type = type(optimizer).__name__, manifest.optimizer.type
-    if live_type != saved_type:
+    if live_type != saved_type and state_problems:
+        # Ours and dion's Muon differ in name and share their state.
         return (
             f"its optimizer is {saved_type}, this run's is {live_type} (optim.type): state of one "
             "means nothing to the other; resume with the same optim.type, or start a new run from "
             "exported weights"
         )
-    saved_names = [name for group in manifest.optimizer.groups for name in group["names"]]
     problems = [
         *_key_problems("model", MODEL, shards, index),
         *_differing_names("trained parameters", saved_names, view.names),
-        *_key_problems("optimizer state", OPTIMIZER, shards, index),
+        *state_problems,
     ]
     known = (MODEL, OPTIMIZER, RNG)
     foreign = [key for key in index.state_dict_metadata if not key.startswith(known)]

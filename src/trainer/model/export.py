@@ -19,12 +19,17 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from trainer.durable import beside, publish, start_folder
 from trainer.model.finite import non_finite_names
-from trainer.model.hf_files import FilePlan, WeightFiles, plan_files, weight_dtype, write_companions
+from trainer.model.hf_files import (
+    DEFAULT_SHARD_GIB,
+    FilePlan,
+    WeightFiles,
+    plan_files,
+    weight_dtype,
+    write_companions,
+)
 from trainer.model.hf_names import Piece, published_pieces
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.boxes import Box, holds_first_replica, local_box, local_part
-
-DEFAULT_SHARD_GIB = 5.0
 
 
 def save_hf_weights(

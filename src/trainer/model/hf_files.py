@@ -25,6 +25,7 @@ WEIGHT_DTYPES = {
 }
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 GIB = 2**30
+DEFAULT_SHARD_GIB = 5.0
 
 
 @dataclass(frozen=True)

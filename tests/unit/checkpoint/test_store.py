@@ -1,6 +1,7 @@
 import errno
 import json
 import logging
+import shutil
 import threading
 from pathlib import Path
 
@@ -198,6 +199,10 @@ def test_failure_to_write_leaves_everything_as_it_was(
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def save() -> None:
+        checkpoints.save(2, model, optimizer, {"n": 2})
+        checkpoints.wait()
+
     with monkeypatch.context() as patch:
         patch.setattr(store, place, fail)
         with pytest.raises(
@@ -205,13 +210,67 @@ def test_failure_to_write_leaves_everything_as_it_was(
             match=r"step_2 could not be saved .*No space left on device; the training state is "
             r"untouched and step_1 is the latest",
         ):
-            checkpoints.save(2, model, optimizer, {"n": 2})
-            checkpoints.wait()
+            save()
     assert [path.name for path in root.iterdir()] == ["step_1"]
     assert same(values(model), before)
-    checkpoints.save(2, model, optimizer, {"n": 2})
-    checkpoints.wait()
+    save()
     assert checkpoints.steps() == [2]
+
+
+class Killed(BaseException):
+    """What no handler takes for a failure, as a SIGKILL."""
+
+
+def kill_at(patch: pytest.MonkeyPatch, moment: int) -> list[str]:
+    """Stop at the given call of what changes folders; return the calls that were made."""
+    calls: list[str] = []
+
+    def guard(name: str, real):
+        def guarded(*args, **kwargs):
+            if len(calls) == moment:
+                raise Killed
+            calls.append(name)
+            return real(*args, **kwargs)
+
+        return guarded
+
+    patch.setattr(Path, "rename", guard("rename", Path.rename))
+    patch.setattr(Path, "mkdir", guard("mkdir", Path.mkdir))
+    patch.setattr("shutil.rmtree", guard("rmtree", shutil.rmtree))
+    for name in ("write_shards", "write_manifest", "write_companions"):
+        patch.setattr(store, name, guard(name, getattr(store, name)))
+    return calls
+
+
+def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+):
+    model, optimizer = build(mesh, seed=0)
+    saved = values(model)
+    for step in (1, 2):
+        CheckpointStore(tmp_path / "before").save(step, model, optimizer, {"branch": "old"})
+    num_kills = 0
+    for moment in range(99):
+        root = shutil.copytree(tmp_path / "before", tmp_path / str(moment))
+        checkpoints = CheckpointStore(root, keep_last=1)
+        with monkeypatch.context() as patch:
+            kill_at(patch, moment)
+            try:
+                checkpoints.save(2, model, optimizer, {"branch": "new"})
+                checkpoints.save(3, model, optimizer, {"branch": "new"})
+                killed = False
+            except Killed:
+                killed, num_kills = True, num_kills + 1
+        fresh = CheckpointStore(root)
+        with torch.no_grad():
+            model.get_parameter("model.norm.weight").zero_()
+        assert fresh.latest() in (2, 3)
+        fresh.load("latest", model, optimizer)
+        assert same(values(model), saved)
+        if not killed:
+            break
+    assert num_kills > 12
+    assert fresh.steps() == [3]
 
 
 def test_progress_that_is_not_json_fails_before_anything_is_written(root: Path, mesh: DeviceMesh):
@@ -249,6 +308,17 @@ def test_checkpoint_of_something_else_is_refused_by_name(
     with pytest.raises(UserError, match=message):
         CheckpointStore(root).load(1, model, optimizer)
     assert same(values(model), before)
+
+
+def test_optimizer_of_another_name_with_the_same_state_loads(root: Path, mesh: DeviceMesh):
+    model, optimizer = build(mesh, 0, OPTIMIZERS["muon"])
+    train_step(model, optimizer)
+    CheckpointStore(root).save(1, model, optimizer, {})
+    other, other_optimizer = build(mesh, 1, OPTIMIZERS["muon"])
+    other_optimizer.__class__ = type("DionMuon", (type(other_optimizer),), {})
+    CheckpointStore(root).load(1, other, other_optimizer)
+    assert same(values(other), values(model))
+    assert {group["step"] for group in other_optimizer.param_groups} == {1}
 
 
 def test_missing_and_extra_tensors_are_refused_by_name(root: Path, mesh: DeviceMesh):

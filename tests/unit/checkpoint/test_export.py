@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.support.meshes import one_rank_mesh
+from tests.support.networks import moe_architecture, random_model
+from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint import export as export_module
+from trainer.checkpoint.export import export_checkpoint
+from trainer.config.optim import AdamWConfig
+from trainer.data import build_byte_tokenizer
+from trainer.errors import UserError
+from trainer.model import setup_model
+from trainer.model.export import save_hf_weights
+from trainer.model.hf_files import GIB
+from trainer.optim import setup_optimizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a checkpoint and the weights that training wrote beside it."""
+    root = tmp_path_factory.mktemp("run")
+    with one_rank_mesh() as mesh:
+        model = setup_model(random_model(moe_architecture(tie_word_embeddings=True)), mesh)
+        optimizer = setup_optimizer(AdamWConfig(), model.named_parameters(), mesh)
+        tokenizer = build_byte_tokenizer()
+        store = CheckpointStore(root / "checkpoints", tokenizer=tokenizer)
+        store.save(3, model, optimizer, {})
+        save_hf_weights(model, tokenizer, root / "weights", "bfloat16")
+    return root
+
+
+@pytest.mark.parametrize("max_shard_gib", [1.0, 3e4 / GIB], ids=["one-file", "many-files"])
+def test_export_equals_the_weights_written_in_training(
+    saved: Path, tmp_path: Path, max_shard_gib: float
+):
+    assert not dist.is_initialized(), "export needs no ranks"
+    out = tmp_path / "new" / "out"
+    export_checkpoint(saved / "checkpoints" / "step_3", out, "bfloat16", max_shard_gib)
+    tensors = {k: v for path in out.glob("*.safetensors") for k, v in load_file(path).items()}
+    expected = load_file(saved / "weights" / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (out / name).read_text() == (saved / "weights" / name).read_text()
+
+
+def test_export_never_reads_the_optimizer(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    names: list[str] = []
+    read = export_module.read_tensor
+
+    def record(folder, index, name):
+        names.append(name)
+        return read(folder, index, name)
+
+    monkeypatch.setattr(export_module, "read_tensor", record)
+    export_checkpoint(saved / "checkpoints" / "step_3", tmp_path / "out")
+    assert names
+    assert all(name.startswith("model.") for name in names)
+
+
+def test_folder_that_holds_something_is_refused(saved: Path, tmp_path: Path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        export_checkpoint(saved / "checkpoints" / "step_3", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step_4", ".", "step_3.partial"])
+def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path, name: str):
+    with pytest.raises(UserError, match=r"is no complete checkpoint: give a folder"):
+        export_checkpoint(saved / "checkpoints" / name, tmp_path / "out")
+
+
+def test_unknown_dtype_is_refused(saved: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="dtype='int8'"):
+        export_checkpoint(saved / "checkpoints" / "step_3", tmp_path / "out", "int8")
+
+
+def test_failure_leaves_nothing_behind(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(_: Path) -> None:
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr(export_module, "publish", fail)
+    with pytest.raises(RuntimeError, match=r"weights were not written to .*Read-only"):
+        export_checkpoint(saved / "checkpoints" / "step_3", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,53 @@
+import pytest
+
+from tests.support.meshes import one_rank_mesh
+from trainer.errors import UserError
+from trainer.parallel.agreement import Ranks
+
+
+@pytest.fixture(autouse=True)
+def _group():
+    with one_rank_mesh():
+        yield
+
+
+def answers(ranks: Ranks, *given: str | None) -> Ranks:
+    """Let `ranks` hear these answers, as if each came from a rank of its own."""
+    ranks.size = len(given)
+    ranks.gather = lambda _: list(given)
+    return ranks
+
+
+def test_no_error_agrees():
+    Ranks().agree(None)
+
+
+def test_error_is_raised_in_the_kind_asked_for():
+    with pytest.raises(UserError, match=r"^bad value$"):
+        Ranks().agree("bad value", UserError)
+
+
+def test_one_rank_s_error_is_named_with_its_rank():
+    with pytest.raises(RuntimeError, match=r"^rank 1: disk full$"):
+        answers(Ranks(), None, "disk full").agree(None)
+
+
+def test_errors_are_grouped_by_what_they_say():
+    with pytest.raises(RuntimeError, match=r"^rank 0, 2: full; rank 3: read-only$"):
+        answers(Ranks(), "full", None, "full", "read-only").agree("full")
+
+
+def test_same_error_everywhere_is_one_message():
+    with pytest.raises(RuntimeError, match=r"^no such file$"):
+        answers(Ranks(), *["no such file"] * 4).agree("no such file")
+
+
+def test_first_rank_s_result_and_failure_reach_all():
+    ranks = Ranks.with_own_group()
+    assert ranks.on_first(lambda: 7) == 7
+
+    def fail() -> None:
+        raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        ranks.on_first(fail, OSError)
