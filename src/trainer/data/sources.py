@@ -20,6 +20,7 @@ from trainer.config.data import (
 )
 from trainer.data.jsonl import JsonLines
 from trainer.data.order import permuted
+from trainer.data.rows import BadRow
 from trainer.errors import UserError
 
 _SUFFIXES = (".jsonl", ".parquet")
@@ -130,6 +131,8 @@ class ReasoningGymRows:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         item = self.item(index)
+        if item["answer"] is None:
+            raise BadRow("no_answer", "the task gives no answer to this item: use another task")
         fields = {**item["metadata"], "question": item["question"]}
         try:
             question = self._config.template.format(**fields)
@@ -141,7 +144,7 @@ class ReasoningGymRows:
         system = self._config.system
         turns = [] if system is None else [{"role": "system", "content": system}]
         turns.append({"role": "user", "content": question})
-        turns.append({"role": "assistant", "content": item["answer"]})
+        turns.append({"role": "assistant", "content": str(item["answer"])})
         return {"messages": turns}
 
     def where(self, index: int) -> str:

@@ -151,13 +151,14 @@ class SFTStream:
         self._reader = reader
         self._config = config
         self._identity = {
-            "rows": [len(rows) for rows in sources],
-            "weights": list(weights),
+            "rows in data.source": [len(rows) for rows in sources],
+            "weights in data.source": list(weights),
             "seed": seed,
-            "shuffle": config.shuffle,
-            "held_out": reader.num_excluded,
+            "data.shuffle": config.shuffle,
+            "questions held out by val": reader.num_excluded,
         }
-        self._order = RowOrder(self._identity["rows"], weights, seed, config.shuffle)
+        sizes = [len(rows) for rows in sources]
+        self._order = RowOrder(sizes, weights, seed, config.shuffle)
         self._pending: list[Pending] = []
 
     @property
@@ -203,9 +204,9 @@ class SFTStream:
         for key, value in self._identity.items():
             if saved[key] != value:
                 raise UserError(
-                    f"data: {key}={value} in this run, but the checkpoint's data position was "
-                    f"saved with {key}={saved[key]}: restore the data section and seed, or start "
-                    "a new run from the checkpoint's weights"
+                    f"{key}: {value} in this run, {saved[key]} in the one that saved the "
+                    "checkpoint, so its place in the data means nothing here: restore data, val "
+                    "and seed, or start a new run from the checkpoint's weights"
                 )
 
     def _next_pack(self) -> Pack:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.rows import chat_row, write_jsonl
 from trainer.config.data import FilesSource, HubSource, MixSource, ReasoningGymSource
+from trainer.data.rows import BadRow
 from trainer.data.sources import ChainedRows, ReasoningGymRows, SplitRows, open_rows, open_sources
 from trainer.errors import UserError
 
@@ -156,3 +157,11 @@ def test_the_parts_of_a_split_are_disjoint_and_whole() -> None:
     numbers = [part[i]["n"] for part in (held_out, rest) for i in range(len(part))]
     assert len(held_out) == 10
     assert sorted(numbers) == list(range(50))
+
+
+def test_a_task_item_without_an_answer_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ReasoningGymSource(task="spell_backward", size=1)
+    rows = ReasoningGymRows(source, "data.source")
+    monkeypatch.setattr(rows, "task", [{"question": "q", "answer": None, "metadata": {}}])
+    with pytest.raises(BadRow, match="no answer"):
+        rows[0]

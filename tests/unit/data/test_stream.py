@@ -126,9 +126,9 @@ def test_resuming_late_reads_no_more_rows_than_resuming_early() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 1}, r"seed=1 in this run, .* saved with seed=0"),
-        ({"shuffle": False}, "shuffle=False in this run"),
-        ({"sources": [text_rows([5, 5])]}, r"rows=\[2\] in this run, .*rows=\[3\]"),
+        ({"seed": 1}, "seed: 1 in this run, 0 in the one"),
+        ({"shuffle": False}, r"data\.shuffle: False in this run, True"),
+        ({"sources": [text_rows([5])]}, r"rows in data\.source: \[1\] in this run, \[3\]"),
     ],
     ids=["seed", "shuffle", "rows"],
 )
