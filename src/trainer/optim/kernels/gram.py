@@ -60,7 +60,7 @@ COMMITTED_SEGMENTS: Mapping[str, Mapping[torch.dtype, tuple[tuple[int, ...], ...
 }
 """What `simulate_segments` returns for the named tables at five steps, by aspect of `ASPECTS`."""
 
-_MAX_PROBED_STEPS = 8
+_MAX_PROBED_STEPS = 6
 """Beyond, the number of groupings grows too fast to try all; later rows stay single."""
 
 
