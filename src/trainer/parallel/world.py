@@ -5,6 +5,7 @@ are `mesh.py`'s, stop signals `signals.py`'s, hang reports `watchdog.py`'s.
 """
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -135,7 +136,7 @@ def speaks_for_all(patience: timedelta) -> bool:
     if place.size == 1 or "MASTER_ADDR" not in os.environ:
         return place.rank == 0
     try:
-        store = dist.PrefixStore("spokesman", _rendezvous(place, START_TIMEOUT))
+        store = dist.PrefixStore("spokesman", _rendezvous(place))
         if place.rank != 0:
             with contextlib.suppress(dist.DistStoreError):
                 store.wait(["speaker"], patience)
@@ -149,7 +150,7 @@ def announce_failed_start(message: str) -> None:
     """Tell ranks that wait in `init_world` that this one will not come, and why."""
     place = read_seat()
     if place.size > 1 and "MASTER_ADDR" in os.environ:
-        store = dist.PrefixStore("start", _rendezvous(place, START_TIMEOUT))
+        store = dist.PrefixStore("start", _rendezvous(place))
         store.set(str(place.rank), message)
 
 
@@ -169,7 +170,7 @@ def _pick_device(config: ParallelConfig, place: Seat) -> torch.device:
 
 def _start_group(config: ParallelConfig, place: Seat, device: torch.device) -> dist.Store:
     timeout = timedelta(seconds=config.timeout_s)
-    store = _rendezvous(place, START_TIMEOUT) if place.size > 1 else dist.HashStore()
+    store = _rendezvous(place) if place.size > 1 else dist.HashStore()
     _wait_for_all(dist.PrefixStore("start", store), place)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -183,8 +184,10 @@ def _start_group(config: ParallelConfig, place: Seat, device: torch.device) -> d
     return store
 
 
-def _rendezvous(place: Seat, timeout: timedelta) -> dist.Store:
-    store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
+@functools.cache
+def _rendezvous(place: Seat) -> dist.Store:
+    """Return the launcher's store; one connection serves the process for all its life."""
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=START_TIMEOUT))
     return store
 
 

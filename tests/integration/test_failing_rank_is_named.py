@@ -1,0 +1,88 @@
+import pytest
+
+from tests.support.launch import launch_ranks
+
+pytestmark = pytest.mark.distributed
+
+PROLOGUE = """
+import os, sys, time, logging
+logging.basicConfig()
+import torch, torch.distributed as dist
+from trainer.config.parallel import ParallelConfig
+from trainer.parallel.signals import StopSignal
+from trainer.parallel.watchdog import set_phase
+from trainer.parallel.world import open_world
+rank = int(os.environ["RANK"])
+"""
+
+MAIN = """
+import os, sys
+from trainer.cli.main import main
+args = sys.argv[1:]
+if os.environ["RANK"] != "0":
+    args = [word.replace("ON_RANK_1", "x") for word in args]
+args = [word.replace("ON_RANK_1", "1") for word in args]
+sys.exit(main(args))
+"""
+
+DEMO = ["sft", "@", "configs/sft/demo.toml", "--output-dir", "outputs/never"]
+
+
+def test_error_that_all_ranks_have_is_said_once():
+    first, second = launch_ranks(2, MAIN, *DEMO, "--max-steps", "0")
+    assert (first.status, second.status) == (2, 2)
+    assert first.err.startswith("error: max_steps=0: must be an integer, at least 1")
+    assert second.err == ""
+
+
+def test_error_that_only_another_rank_has_is_said_and_stops_all():
+    first, second = launch_ranks(2, MAIN, *DEMO, "--parallel.device", "cpu", "--seed", "ON_RANK_1")
+    assert (first.status, second.status) == (2, 2)
+    said = [ended.err for ended in (first, second) if "error: seed='x'" in ended.err]
+    assert len(said) == 1
+
+
+def test_collective_that_outlasts_the_timeout_names_the_rank_that_hangs_and_its_phase():
+    code = PROLOGUE + (
+        "with open_world(ParallelConfig(device='cpu', timeout_s=4)):\n"
+        "    set_phase('data')\n"
+        "    if rank == 1: time.sleep(60)\n"
+        "    set_phase('forward_backward')\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    first, second = launch_ranks(2, code, timeout_s=60)
+    assert (first.status, second.status) == (1, 1)
+    assert "rank 0 is in phase 'forward_backward'" in first.err
+    assert "it waits for rank 1, last seen in phase 'data'" in first.err
+    assert "hang: rank 1 is in phase 'data'" in second.err
+    assert "parallel.timeout_s=4" in second.err
+
+
+def test_rank_that_dies_takes_the_others_down_at_once():
+    code = PROLOGUE + (
+        "with open_world(ParallelConfig(device='cpu')):\n"
+        "    set_phase('optimizer')\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "    if rank == 1: os._exit(9)\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    first, second = launch_ranks(2, code, timeout_s=60)
+    assert (first.status, second.status) == (1, 9)
+    assert "failed: rank 0 is in phase 'optimizer'" in first.err
+    assert "Traceback" in first.err
+
+
+def test_signal_to_one_rank_stops_all_after_the_same_step():
+    code = PROLOGUE + (
+        "import signal\n"
+        "with open_world(ParallelConfig(device='cpu')), StopSignal(has_launcher=True) as stop:\n"
+        "    for step in range(1000):\n"
+        "        if rank == 1 and step == 3: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(0.01)\n"
+        "        if (signum := stop.agreed()) is not None: break\n"
+        "    print(step, signum)\n"
+    )
+    first, second = launch_ranks(2, code, timeout_s=60)
+    assert first.out == second.out
+    assert first.out.split()[1] == "15"
+    assert int(first.out.split()[0]) < 50

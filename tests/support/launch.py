@@ -1,0 +1,66 @@
+"""Starts a Python program as several ranks, as torchrun would, without its minutes of grace."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank's process ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def launch_ranks(world_size: int, code: str, *args: str, timeout_s: float = 120.0) -> list[Ended]:
+    """Run `python -c code args` as every rank of a world; return how each ended, by rank.
+
+    Raises:
+        subprocess.TimeoutExpired: a rank hangs.
+    """
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            _start(Path(folder), code, args, {**shared, "RANK": str(r), "LOCAL_RANK": str(r)})
+            for r in range(world_size)
+        ]
+        try:
+            return [
+                Ended(process.wait(timeout_s), out.read_text(), err.read_text())
+                for process, out, err in ranks
+            ]
+        finally:
+            for process, _, err in ranks:
+                if process.poll() is None:
+                    print(f"still running; its stderr:\n{err.read_text()}")
+                process.kill()
+                process.wait()
+
+
+def _start(
+    folder: Path, code: str, args: tuple[str, ...], environment: dict[str, str]
+) -> tuple[subprocess.Popen[bytes], Path, Path]:
+    """Start one rank; files take its output, since a full pipe would stop it."""
+    out, err = (folder / f"{name}{environment['RANK']}" for name in ("out", "err"))
+    with out.open("wb") as out_file, err.open("wb") as err_file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *args],
+            env={**os.environ, **environment},
+            stdout=out_file,
+            stderr=err_file,
+        )
+    return process, out, err
