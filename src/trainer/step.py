@@ -7,7 +7,6 @@ Nothing here waits for the device: a step's values are copied aside and read one
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,28 +18,10 @@ from trainer.data import Pack, PackedBatch
 from trainer.losses import sft_loss
 from trainer.model.causal_lm import CausalLM
 from trainer.model.load_balancing import max_violation
+from trainer.optim import Muon
+from trainer.optim.torch_optimizers import GatedOptimizer
 from trainer.parallel.clip import clip_gradients_
 from trainer.progress import Progress
-
-
-class GatedOptimizer(Protocol):
-    """What `setup_optimizer` returns, as far as a step needs it."""
-
-    param_groups: list[dict]
-
-    def step(self, closure: None = None, *, finite: Tensor | None = None) -> None:
-        """Apply the update where `finite` (0-d bool, on the device) holds."""
-
-    def settle(self) -> bool:
-        """Wait for the last step's flag; return whether it was applied."""
-        ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
-
-    def phase_times(self) -> Callable[[], dict[str, float]]:
-        """Return a reader of the last step's phases: ms by metric name; reading waits."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -120,7 +101,7 @@ class TrainStep:
     def __init__(
         self,
         model: CausalLM,
-        optimizer: GatedOptimizer,
+        optimizer: Muon | GatedOptimizer,
         factor: Callable[[int], float],
         settings: StepSettings,
         progress: Progress,

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
+from trainer.model.causal_lm import CausalLM
 from trainer.model.inference import inference
 
 
 def generate_greedily(
-    model: PreTrainedModel,
+    model: CausalLM,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -42,7 +43,7 @@ def generate_greedily(
         pad_token_id=pad_id,
     )
     with inference(model):
-        generated = model.generate(
+        generated = model.generate(  # pyright: ignore[reportAttributeAccessIssue] - typed by a protocol
             input_ids=input_ids,
             attention_mask=attention_mask,
             generation_config=config,
