@@ -1,8 +1,9 @@
 """From rows to packed batches.
 
-A row (`rows`) of a source (`sources`, `jsonl`) is drawn in one global order (`order`), rendered
-(`chat`), tokenized and masked (`encode`), and packed (`packing`) into an endless stream (`stream`).
-Validation is set apart in `held_out`. Start with `setup`.
+A row (`rows`) of a source (`sources`, `jsonl`, `reasoning_gym`) is drawn in one global order
+(`order`), rendered (`chat`), tokenized and masked (`encode`), kept or left out (`reader`) and
+packed (`packing`) into an endless stream (`stream`, `prefetch`). Validation is set apart in
+`held_out`. Start with `setup`.
 """
 
 from trainer.data.packing import (

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from trainer.config.data import DataConfig, ValConfig
 from trainer.data.encode import SampleEncoder
 from trainer.data.packing import Document, Pack, take_best_fit
+from trainer.data.reader import RowReader
 from trainer.data.rows import Row, question_key, question_text
 from trainer.data.sources import Rows, SplitRows, open_sources
-from trainer.data.stream import RowReader
 from trainer.errors import UserError
 
 NUM_MAJORITY_ROWS = 4096

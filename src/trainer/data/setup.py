@@ -20,8 +20,9 @@ from trainer.data.held_out import (
 )
 from trainer.data.packing import Pack
 from trainer.data.prefetch import PrefetchedStream
+from trainer.data.reader import RowReader
 from trainer.data.sources import single_sources
-from trainer.data.stream import RowReader, SFTStream
+from trainer.data.stream import SFTStream
 
 
 @dataclass(frozen=True, eq=False)

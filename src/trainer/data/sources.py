@@ -5,7 +5,6 @@ and knows no order (`order.py`).
 """
 
 import bisect
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from trainer.config.data import (
 )
 from trainer.data.jsonl import JsonLines
 from trainer.data.order import permuted
-from trainer.data.rows import BadRow
+from trainer.data.reasoning_gym import ReasoningGymRows
 from trainer.errors import UserError
 
 _SUFFIXES = (".jsonl", ".parquet")
@@ -109,47 +108,6 @@ class TableRows:
     def where(self, index: int) -> str:
         """Return the table's name and the row, from 1."""
         return f"{self._name}: row {index + 1}"
-
-
-class ReasoningGymRows:
-    """Items of a reasoning-gym task as one question and one answer each.
-
-    `task` is the reasoning-gym data set, which also scores answers; `item(i)` its i-th item here.
-    """
-
-    def __init__(self, config: ReasoningGymSource, field: str) -> None:
-        self._config = config
-        self._field = field
-        self.task = _create_task(config, field)
-
-    def __len__(self) -> int:
-        return self._config.size
-
-    def item(self, index: int) -> dict[str, Any]:
-        """Return the item as reasoning-gym gives it (`question`, `answer`, `metadata`)."""
-        return self.task[self._config.start + index]
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        item = self.item(index)
-        if item["answer"] is None:
-            raise BadRow("no_answer", "the task gives no answer to this item: use another task")
-        fields = {**item["metadata"], "question": item["question"]}
-        try:
-            question = self._config.template.format(**fields)
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{self._field}.template={self._config.template!r} cannot be filled in "
-                f"({error!r}): the fields of task {self._config.task} are {sorted(fields)}"
-            ) from None
-        system = self._config.system
-        turns = [] if system is None else [{"role": "system", "content": system}]
-        turns.append({"role": "user", "content": question})
-        turns.append({"role": "assistant", "content": str(item["answer"])})
-        return {"messages": turns}
-
-    def where(self, index: int) -> str:
-        """Return task, seed and item."""
-        return f"{self._config.task}(seed={self._config.seed}): item {self._config.start + index}"
 
 
 def single_sources(source: Source) -> tuple[SingleSource, ...]:
@@ -244,22 +202,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(inner) for inner in value]
     return value
-
-
-def _create_task(source: ReasoningGymSource, field: str) -> Any:
-    from reasoning_gym.factory import DATASETS, create_dataset
-
-    if source.task not in DATASETS:
-        close = difflib.get_close_matches(source.task, DATASETS, n=3)
-        raise UserError(
-            f"{field}.task={source.task!r} is no reasoning-gym task"
-            + (f": did you mean {' or '.join(close)}?" if close else "")
-        )
-    try:
-        return create_dataset(
-            source.task, size=source.start + source.size, seed=source.seed, **source.params
-        )
-    except (TypeError, AssertionError, ValueError) as error:
-        raise UserError(
-            f"{field}.params={source.params!r} are refused by task {source.task}: {error}"
-        ) from error

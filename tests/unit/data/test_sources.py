@@ -6,8 +6,7 @@ import pytest
 
 from tests.support.rows import chat_row, write_jsonl
 from trainer.config.data import FilesSource, HubSource, MixSource, ReasoningGymSource
-from trainer.data.rows import BadRow
-from trainer.data.sources import ChainedRows, ReasoningGymRows, SplitRows, open_rows, open_sources
+from trainer.data.sources import ChainedRows, SplitRows, open_rows, open_sources
 from trainer.errors import UserError
 
 CALL = {"name": "f", "arguments": {"x": 1}}
@@ -103,34 +102,6 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
         open_rows(FilesSource(path=str(tmp_path / "a.parquet")), "data.source")
 
 
-def test_task_items_are_an_index_range_of_one_seed() -> None:
-    whole = open_rows(ReasoningGymSource(task="spell_backward", size=10), "data.source")
-    part = open_rows(ReasoningGymSource(task="spell_backward", size=4, start=6), "data.source")
-    assert [part[i] for i in range(4)] == [whole[i] for i in range(6, 10)]
-    assert part.where(0) == "spell_backward(seed=0): item 6"
-
-
-def test_template_and_system_turn_shape_the_question() -> None:
-    source = ReasoningGymSource(
-        task="spell_backward", size=1, template="reverse {word}", system="be brief"
-    )
-    rows = ReasoningGymRows(source, "data.source")
-    item = rows.item(0)
-    assert rows[0]["messages"] == [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": f"reverse {item['metadata']['word']}"},
-        {"role": "assistant", "content": item["answer"]},
-    ]
-
-
-def test_a_template_with_an_unknown_field_names_the_fields() -> None:
-    rows = open_rows(
-        ReasoningGymSource(task="spell_backward", size=1, template="{wrod}"), "data.source"
-    )
-    with pytest.raises(UserError, match=r"template='\{wrod\}'.*'word'"):
-        rows[0]
-
-
 class Numbers:
     def __init__(self, numbers: range) -> None:
         self.numbers = numbers
@@ -157,11 +128,3 @@ def test_the_parts_of_a_split_are_disjoint_and_whole() -> None:
     numbers = [part[i]["n"] for part in (held_out, rest) for i in range(len(part))]
     assert len(held_out) == 10
     assert sorted(numbers) == list(range(50))
-
-
-def test_a_task_item_without_an_answer_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = ReasoningGymSource(task="spell_backward", size=1)
-    rows = ReasoningGymRows(source, "data.source")
-    monkeypatch.setattr(rows, "task", [{"question": "q", "answer": None, "metadata": {}}])
-    with pytest.raises(BadRow, match="no answer"):
-        rows[0]

@@ -9,8 +9,9 @@ from tests.support.tokenizers import DROPS_EARLIER_REASONING, byte_tokenizer
 from trainer.config.data import DataConfig, FilesSource
 from trainer.data.encode import SampleEncoder
 from trainer.data.packing import MASKED, Pack
+from trainer.data.reader import RowReader
 from trainer.data.rows import BadRow
-from trainer.data.stream import RowReader, SFTStream
+from trainer.data.stream import SFTStream
 from trainer.errors import UserError
 
 TOKENIZER = byte_tokenizer()
