@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.tokenizers import DROPS_EARLIER_REASONING, byte_tokenizer
 from trainer.config.data import DataConfig, FilesSource
 from trainer.data.encode import SampleEncoder
-from trainer.data.packing import MASKED, Pack
+from trainer.data.packing import MASKED, Pack, micro_batches
 from trainer.data.reader import RowReader
 from trainer.data.rows import BadRow
 from trainer.data.stream import SFTStream
@@ -81,6 +81,33 @@ def test_batch_size_does_not_change_the_order() -> None:
     assert content(make_stream([rows]).next_packs(12)) == content(
         [pack for _ in range(4) for pack in one.next_packs(3)]
     )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_step_trains_on_the_same_packs_on_any_number_of_ranks(world_size: int) -> None:
+    rows = ListRows([{"prompt": str(i), "completion": "x" * (i % 9 + 1)} for i in range(50)])
+    stream = make_stream([rows])
+    whole = make_stream([rows]).next_packs(12)
+    for start in (0, 6):
+        packs = stream.next_packs(6)
+        batches = [
+            batch
+            for rank in range(world_size)
+            for batch in micro_batches(
+                packs, rank=rank, world_size=world_size, micro_batch_size=2, seq_len=32, pad_id=0
+            )
+        ]
+        dealt = [ids for b in batches for ids in b.input_ids_PS.tolist() if any(ids)]
+        (expected,) = micro_batches(
+            whole[start : start + 6],
+            rank=0,
+            world_size=1,
+            micro_batch_size=6,
+            seq_len=32,
+            pad_id=0,
+        )
+        assert sorted(dealt) == sorted(expected.input_ids_PS.tolist())
+        assert sum(b.num_trained for b in batches) == expected.num_trained
 
 
 def test_an_epoch_gives_every_row_once() -> None:
@@ -227,6 +254,12 @@ def test_each_turn_of_a_rewritten_conversation_is_trained_once() -> None:
         [ListRows([{"messages": messages}])], seq_len=128, tokenizer=tokenizer, pack_lookahead=1
     )
     documents = [d for pack in stream.next_packs(4) for d in pack.documents]
+    assert 1 in [part for _, _, part, _ in stream.state_dict()["pending"]]
+    resumed = make_stream(
+        [ListRows([{"messages": messages}])], seq_len=128, tokenizer=tokenizer, pack_lookahead=1
+    )
+    resumed.load_state_dict(stream.state_dict())
+    assert content(resumed.next_packs(3)) == content(stream.next_packs(3))
     answers = [tokenizer.decode(d.targets[d.targets != MASKED]) for d in documents]
     assert stream.counts["samples"] == 2 * stream.counts["rows"]
     assert {answer[-11] for answer in answers} == {"a", "b"}
