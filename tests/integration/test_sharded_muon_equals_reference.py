@@ -63,44 +63,96 @@ def cases(n: int) -> list[Case]:
         Case("whole, repeated", (n,), (r,), DENSE, options={"replicate": "repeat"}),
         Case("experts over ep", (1, 1, n), (r, _StridedShard(0, split_factor=n), s0), ((4, 6, 4),)),
         Case(
-            "fewer experts than ranks", (n, 1), (s0, r), ((3, 6, 4), (2, 6, 4), (1, 6, 4), (5, 6, 4))
+            "fewer experts than ranks",
+            (n, 1),
+            (s0, r),
+            ((3, 6, 4), (2, 6, 4), (1, 6, 4), (5, 6, 4)),
         ),
-        Case("rows of experts", (n,), (s1,), ((3, 8, 4), (2, 8, 4), (3, 5, 4)), parameter_name=GATE_UP),
+        Case(
+            "rows of experts",
+            (n,),
+            (s1,),
+            ((3, 8, 4), (2, 8, 4), (3, 5, 4)),
+            parameter_name=GATE_UP,
+        ),
         Case("columns of experts", (n,), (s2,), ((3, 8, 4), (2, 8, 5))),
         Case(
-            "gate and up apart, rows", (n,), (s1,), ((3, 8, 4), (1, 6, 4)),
-            Rule(num_row_blocks=2), {"split_gate_up": True}, parameter_name=GATE_UP,
+            "gate and up apart, rows",
+            (n,),
+            (s1,),
+            ((3, 8, 4), (1, 6, 4)),
+            Rule(num_row_blocks=2),
+            {"split_gate_up": True},
+            parameter_name=GATE_UP,
         ),
         Case(
-            "gate and up apart, columns", (n,), (s2,), ((3, 8, 4),),
-            Rule(num_row_blocks=2), {"split_gate_up": True}, parameter_name=GATE_UP,
+            "gate and up apart, columns",
+            (n,),
+            (s2,),
+            ((3, 8, 4),),
+            Rule(num_row_blocks=2),
+            {"split_gate_up": True},
+            parameter_name=GATE_UP,
         ),
         Case(
-            "gate and up apart, stack", (n,), (s0,), ((5, 8, 4),),
-            Rule(num_row_blocks=2), {"split_gate_up": True}, parameter_name=GATE_UP,
+            "gate and up apart, stack",
+            (n,),
+            (s0,),
+            ((5, 8, 4),),
+            Rule(num_row_blocks=2),
+            {"split_gate_up": True},
+            parameter_name=GATE_UP,
         ),
         Case("convolutions flattened", (n,), (s0,), ((6, 3, 2, 2),), Rule(flatten=True)),
         Case("convolutions flattened, dim 1", (n,), (s1,), ((6, 3, 2, 2),), Rule(flatten=True)),
         Case("convolutions as stacks", (n,), (s0,), ((6, 3, 2, 2),)),
         Case("nesterov", (n,), (s0,), DENSE, Rule(nesterov=True)),
-        Case("cautious, spectral", (n,), (s0,), DENSE, Rule(cautious=True, adjust_lr="spectral_norm")),
+        Case(
+            "cautious, spectral", (n,), (s0,), DENSE, Rule(cautious=True, adjust_lr="spectral_norm")
+        ),
         Case("no scale", (n,), (s1,), DENSE, Rule(adjust_lr=None)),
         Case("tiny gradients", (n,), (s0,), DENSE, Rule(mu=0.0), gradient_scale=1e-37),
         Case("huge gradients", (n,), (s0,), DENSE, Rule(mu=0.0), gradient_scale=1e37),
         Case("missing on odd ranks", (n,), (s0,), DENSE, is_missing=_lacks_on_odd_ranks),
         Case("missing everywhere", (n,), (s0,), DENSE, is_missing=_lacks_everywhere),
-        Case("experts missing on odd ranks", (n,), (s0,), ((5, 6, 4), (4, 6, 4)), is_missing=_lacks_on_odd_ranks),
-        # bfloat16 iterates are exact to 2^-8; the step of three updates is a tenth of the weight.
-        Case("bfloat16 on the wire", (n,), (s0,), DENSE, options={"ns_dtype": "bfloat16"}, tolerance=1.2e-2),
-        Case("float16 on the wire", (n,), (s0,), DENSE, options={"ns_dtype": "float16"}, tolerance=2e-3),
         Case(
-            "float16 on the wire, tiny gradients", (n,), (s0,), DENSE, Rule(mu=0.0),
-            {"ns_dtype": "float16"}, tolerance=2e-3, gradient_scale=1e-30,
+            "experts missing on odd ranks",
+            (n,),
+            (s0,),
+            ((5, 6, 4), (4, 6, 4)),
+            is_missing=_lacks_on_odd_ranks,
+        ),
+        # bfloat16 iterates are exact to 2^-8; the step of three updates is a tenth of the weight.
+        Case(
+            "bfloat16 on the wire",
+            (n,),
+            (s0,),
+            DENSE,
+            options={"ns_dtype": "bfloat16"},
+            tolerance=1.2e-2,
+        ),
+        Case(
+            "float16 on the wire",
+            (n,),
+            (s0,),
+            DENSE,
+            options={"ns_dtype": "float16"},
+            tolerance=2e-3,
+        ),
+        Case(
+            "float16 on the wire, tiny gradients",
+            (n,),
+            (s0,),
+            DENSE,
+            Rule(mu=0.0),
+            {"ns_dtype": "float16"},
+            tolerance=2e-3,
+            gradient_scale=1e-30,
         ),
         # Weights in bfloat16 are rounded to 2^-9 each step.
         Case("bfloat16 weights", (n,), (s0,), DENSE, dtype=torch.bfloat16, tolerance=1.2e-2),
         Case("per matrix", (n,), (s0,), (*DENSE, (3, 8, 4)), options={"impl": "per_matrix"}),
-    ]  # fmt: skip
+    ]
     if n == 4:
         found += _two_dimensional_cases()
     return found
@@ -117,14 +169,28 @@ def _two_dimensional_cases() -> list[Case]:
         Case("HSDP on columns", (2, 2), (r, s1), DENSE),
         Case("HSDP missing on odd ranks", (2, 2), (r, s0), DENSE, is_missing=_lacks_on_odd_ranks),
         Case("experts over dp_shard_mod_ep x ep", (1, 2, 2), (r, strided, s0), stacks),
-        Case("experts per matrix", (1, 2, 2), (r, strided, s0), stacks, options={"impl": "per_matrix"}),
+        Case(
+            "experts per matrix",
+            (1, 2, 2),
+            (r, strided, s0),
+            stacks,
+            options={"impl": "per_matrix"},
+        ),
         Case("experts over ep, rows over dp_shard_mod_ep", (1, 2, 2), (r, s1, s0), stacks),
         Case("experts, HSDP and ep", (2, 1, 2), (r, _StridedShard(0, split_factor=2), s0), stacks),
-        Case("experts, HSDP and ep, many chunks", (2, 1, 2), (r, s1, s0), stacks, options=SMALL_CHUNKS),
-        Case("experts, HSDP and fsdp", (2, 2, 1), (r, _StridedShard(0, split_factor=1), s0), stacks),
+        Case(
+            "experts, HSDP and ep, many chunks",
+            (2, 1, 2),
+            (r, s1, s0),
+            stacks,
+            options=SMALL_CHUNKS,
+        ),
+        Case(
+            "experts, HSDP and fsdp", (2, 2, 1), (r, _StridedShard(0, split_factor=1), s0), stacks
+        ),
         Case("experts, HSDP and rows", (2, 2, 1), (r, s1, s0), stacks),
         Case("whole on a two-axis mesh", (2, 2), (r, r), DENSE),
-    ]  # fmt: skip
+    ]
 
 
 def _axis_names(num_axes: int) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """Cuts full tensors into DTensors by torch's dealing rules, written apart from the code tested."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -7,13 +9,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
-def shard_of(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-    """Return this rank's shard of a full tensor."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
+def cut(
+    full: Tensor, sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> Tensor:
+    """Return the shard of a full tensor at a coordinate of a mesh of these sizes."""
     shard = full
-    for axis, placement in enumerate(placements):
-        size, here = mesh.size(axis), coordinate[axis]
+    for size, here, placement in zip(sizes, coordinate, placements, strict=True):
         if isinstance(placement, _StridedShard):
             pieces = _chunks(shard, placement.split_factor, placement.dim)
             parts = [_chunks(piece, size, placement.dim)[here] for piece in pieces]
@@ -23,7 +24,14 @@ def shard_of(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) 
     return shard.contiguous()
 
 
-def distribute(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+def shard_of(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """Return this rank's shard of a full tensor."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return cut(full, mesh.shape, coordinate, placements)
+
+
+def distribute(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Return a DTensor holding this rank's shard of a full tensor; no communication."""
     return DTensor.from_local(
         shard_of(full, mesh, placements).clone(),

@@ -10,7 +10,6 @@ from typing import Any, Self
 import torch
 from dion import Muon as _DionMuon  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.optim import DionConfig
 from trainer.errors import UserError
@@ -22,9 +21,7 @@ class DionMuon(_DionMuon):
     """microsoft/dion's Muon with `finite`, `settle` and `timings`."""
 
     @classmethod
-    def from_config(
-        cls, config: DionConfig, groups: list[dict[str, Any]], mesh: DeviceMesh
-    ) -> Self:
+    def from_config(cls, config: DionConfig, groups: list[dict[str, Any]]) -> Self:
         """Build it as the config says.
 
         Raises:
@@ -47,7 +44,7 @@ class DionMuon(_DionMuon):
         axis_mesh = next((m[m.mesh_dim_names[a]] for m, a in submeshes if m.mesh_dim_names), None)
         return cls(
             [group.as_param_group() for group in named],
-            distributed_mesh=axis_mesh if mesh.size() > 1 else None,
+            distributed_mesh=axis_mesh,
             lr=config.lr,
             mu=config.mu,
             betas=(config.betas1, config.betas2),

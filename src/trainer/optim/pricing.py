@@ -1,7 +1,7 @@
 """What a plan costs on its rank: FLOPs, bytes over each axis, temporaries, time on a known GPU.
 
-Owns the counting. Counts follow `pipeline.py` literally, so a plan prices what will run; times rest on
-the measured rates below and on nothing else.
+Owns the counting. Counts follow `pipeline.py` literally, so a plan prices what will run; times rest
+on the measured rates below and on nothing else.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import torch
 from trainer.errors import UserError
 from trainer.optim.coefficients import CoefficientTable
 from trainer.optim.kernels.select import KernelChoice
+from trainer.optim.layout import local_shape
 from trainer.optim.newton_schulz import newton_schulz_flops, newton_schulz_workspace_bytes
 from trainer.optim.pipeline import NS_DTYPES
 from trainer.optim.plan import BYTES, Bucket, Chunk, Plan, PlannedGroup
-from trainer.optim.layout import local_shape
 from trainer.optim.wire import TAIL
 
 GIB = 2**30

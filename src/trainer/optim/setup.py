@@ -52,7 +52,7 @@ def setup_optimizer(
             logger.info("routing table\n%s", routing_table(optimizer.plan, grouped=True))
             return optimizer
         case DionConfig():
-            return _setup_dion(config, groups, mesh)
+            return _setup_dion(config, groups)
         case AdamWConfig():
             return AdamW(
                 _trainable(groups),
@@ -136,7 +136,7 @@ def _setup_muon(config: MuonConfig, groups: list[NamedGroup]) -> Muon:
     )
 
 
-def _setup_dion(config: DionConfig, groups: list[NamedGroup], mesh: DeviceMesh) -> "GatedOptimizer":
+def _setup_dion(config: DionConfig, groups: list[NamedGroup]) -> "GatedOptimizer":
     try:
         from trainer.optim.dion import DionMuon
     except ImportError as error:
@@ -144,7 +144,7 @@ def _setup_dion(config: DionConfig, groups: list[NamedGroup], mesh: DeviceMesh) 
             f"optim.type='dion': needs the package dion, and importing it failed ({error}); "
             "pip install 'trainer[dion]', or set optim.type='muon'"
         ) from error
-    return DionMuon.from_config(config, _param_groups(groups, config), mesh)
+    return DionMuon.from_config(config, _param_groups(groups, config))
 
 
 def _param_groups(groups: list[NamedGroup], config: DionMuonSection) -> list[dict[str, object]]:

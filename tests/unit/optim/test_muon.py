@@ -1,0 +1,305 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.muon_reference import Rule, reference_step
+from trainer.config.optim import MuonConfig
+from trainer.errors import UserError
+from trainer.optim.muon import Muon, MuonOptions
+from trainer.optim.setup import group_settings
+from trainer.optim.state import init_state
+
+FP32 = MuonOptions(ns_dtype="float32")
+GROUP_KEYS = {
+    "params", "lr", "mu", "beta1", "beta2", "weight_decay", "cautious_wd", "algorithm", "step",
+    "epsilon", "nesterov", "flatten", "adjust_lr",
+}  # fmt: skip
+
+
+def tensors(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (6, 4), "mlp.experts.down_proj": (3, 4, 8), "norm": (5,), "embed": (7, 4)}
+    named = {}
+    for name, shape in shapes.items():
+        parameter = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        parameter.grad = torch.randn(shape, generator=generator).to(dtype)
+        named[name] = parameter
+    return named
+
+
+def build(named, options=FP32, **settings):
+    muon = [(n, p) for n, p in named.items() if n not in ("norm", "embed")]
+    adamw = [(n, p) for n, p in named.items() if n in ("norm", "embed")]
+    groups = [{"params": muon}, {"params": adamw, "algorithm": "adamw"}]
+    return Muon(groups, **settings, options=options)
+
+
+def snapshot(optimizer):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return copy.deepcopy([(p.detach(), optimizer.state[p]) for p in parameters])
+
+
+def assert_same(first, second) -> None:
+    for (a, state_a), (b, state_b) in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+        for key, value in state_a.items():
+            assert torch.equal(value, state_b[key])
+
+
+@pytest.mark.parametrize("finite", [None, torch.tensor(True)], ids=["no flag", "finite"])
+@pytest.mark.parametrize("impl", ["stacked", "per_matrix"])
+@pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
+def test_a_step_follows_the_update_rule(finite, impl, nesterov) -> None:
+    named = tensors()
+    weight = named["a"]
+    expected, _ = reference_step(
+        weight.detach(), torch.zeros_like(weight), weight.grad, Rule(nesterov=nesterov)
+    )
+    options = MuonOptions(ns_dtype="float32", impl=impl)
+    build(named, options, lr=0.02, weight_decay=0.1, nesterov=nesterov).step(finite=finite)
+    # float32 against float64.
+    assert (weight.detach() - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.parametrize("gradient", ["nan", "inf"])
+@pytest.mark.parametrize("impl", ["stacked", "per_matrix"])
+@pytest.mark.parametrize("cautious_wd", [False, True], ids=["plain", "cautious"])
+def test_a_non_finite_step_changes_nothing(gradient, impl, cautious_wd) -> None:
+    named = tensors()
+    optimizer = build(named, MuonOptions(ns_dtype="float32", impl=impl), cautious_wd=cautious_wd)
+    optimizer.step(finite=torch.tensor(True))
+    before = snapshot(optimizer)
+    for parameter in named.values():
+        parameter.grad.flatten()[1] = float(gradient)
+    optimizer.step(finite=torch.tensor(False))
+    assert not optimizer.settle()
+    assert not optimizer.settle()
+    assert_same(before, snapshot(optimizer))
+    assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+
+
+def test_the_next_step_and_state_dict_settle_by_themselves() -> None:
+    optimizer = build(tensors())
+    optimizer.step(finite=torch.tensor(False))
+    optimizer.step(finite=torch.tensor(True))
+    assert optimizer.param_groups[0]["step"] == 1
+    optimizer.step(finite=torch.tensor(False))
+    assert optimizer.state_dict()["param_groups"][0]["step"] == 1
+    assert optimizer.settle() is False
+
+
+def test_the_flag_gives_bitwise_the_same_step() -> None:
+    with_flag, without = build(tensors()), build(tensors())
+    for _ in range(3):
+        with_flag.step(finite=torch.tensor(True))
+        without.step()
+    assert_same(snapshot(with_flag), snapshot(without))
+
+
+@pytest.mark.parametrize("name", ["a", "norm"])
+def test_a_parameter_without_a_gradient_is_left_alone(name) -> None:
+    named = tensors()
+    named[name].grad = None
+    optimizer = build(named)
+    before = named[name].detach().clone()
+    optimizer.step(finite=torch.tensor(True))
+    assert torch.equal(named[name], before)
+    assert not optimizer.state[named[name]]["momentum"].any()
+
+
+@pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16", "float16"])
+def test_a_zero_gradient_gives_weight_decay_alone(ns_dtype) -> None:
+    named = tensors()
+    for parameter in named.values():
+        parameter.grad.zero_()
+    before = named["mlp.experts.down_proj"].detach().clone()
+    build(named, MuonOptions(ns_dtype=ns_dtype), lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(named["mlp.experts.down_proj"], before * (1 - 0.1 * 0.5))
+
+
+def test_one_zero_expert_does_not_touch_its_neighbours() -> None:
+    one, other = tensors(), tensors()
+    for named in (one, other):
+        named["mlp.experts.down_proj"].grad[1] = 0
+    other["mlp.experts.down_proj"].grad[1] = 1e30
+    build(one).step()
+    build(other).step()
+    kept = torch.tensor([0, 2])
+    assert torch.equal(one["mlp.experts.down_proj"][kept], other["mlp.experts.down_proj"][kept])
+
+
+def test_a_step_does_not_write_to_gradients() -> None:
+    named = tensors()
+    before = {name: parameter.grad.clone() for name, parameter in named.items()}
+    build(named, MuonOptions()).step(finite=torch.tensor(True))
+    for name, parameter in named.items():
+        assert torch.equal(parameter.grad, before[name])
+
+
+def test_groups_and_state_have_dions_keys_from_construction() -> None:
+    named = tensors(torch.bfloat16)
+    optimizer = build(named)
+    assert all(set(group) == GROUP_KEYS for group in optimizer.param_groups)
+    assert set(optimizer.state[named["a"]]) == {"momentum"}
+    assert set(optimizer.state[named["norm"]]) == {"momentum", "variance", "step_dev"}
+    assert optimizer.state[named["a"]]["momentum"].dtype == torch.bfloat16
+    assert optimizer.state[named["norm"]]["step_dev"].dtype == torch.float32
+
+
+def test_a_saved_state_continues_bit_for_bit() -> None:
+    saved, straight = build(tensors()), build(tensors())
+    saved.step()
+    straight.step()
+    buffer = io.BytesIO()
+    torch.save(saved.state_dict(), buffer)
+    buffer.seek(0)
+    named = tensors()
+    for parameter, (weight, _) in zip(named.values(), snapshot(saved), strict=True):
+        parameter.data.copy_(weight)
+    resumed = build(named)
+    resumed.load_state_dict(torch.load(buffer))
+    resumed.step()
+    straight.step()
+    assert_same(snapshot(resumed), snapshot(straight))
+
+
+def test_either_implementation_loads_the_others_state() -> None:
+    stacked = build(tensors())
+    stacked.step()
+    other = build(tensors(), MuonOptions(ns_dtype="float32", impl="per_matrix"))
+    other.load_state_dict(stacked.state_dict())
+    assert other.param_groups[0]["step"] == 1
+
+
+def test_loaded_momentum_keeps_its_dtype_and_steps() -> None:
+    wide = build(tensors())
+    wide.step()
+    named = tensors(torch.bfloat16)
+    narrow = build(named)
+    narrow.load_state_dict(wide.state_dict())
+    for parameter in named.values():
+        assert narrow.state[parameter]["momentum"].dtype == torch.float32
+    narrow.step(finite=torch.tensor(True))
+    assert narrow.state[named["norm"]]["step_dev"] == 2
+
+
+def test_an_older_state_without_step_dev_goes_on_from_the_groups_step() -> None:
+    optimizer = build(tensors())
+    for _ in range(5):
+        optimizer.step()
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry.pop("step_dev", None)
+    named = tensors()
+    resumed = build(named)
+    resumed.load_state_dict(state)
+    assert resumed.state[named["norm"]]["step_dev"] == 5
+
+
+def test_settings_outlive_a_load_and_lr_comes_with_it() -> None:
+    saved = build(tensors(), lr=0.5, mu=0.1)
+    resumed = build(tensors(), lr=0.01, mu=0.9)
+    resumed.load_state_dict(saved.state_dict())
+    assert (resumed.param_groups[0]["mu"], resumed.param_groups[0]["lr"]) == (0.9, 0.5)
+    resumed.reapply_settings()
+    assert resumed.param_groups[0]["lr"] == 0.01
+
+
+def test_a_state_of_other_parameters_is_refused() -> None:
+    named = tensors()
+    state = build(named).state_dict()
+    state["state"][0]["momentum"] = torch.zeros(4, 6)
+    with pytest.raises(UserError, match=r"momentum 0 has shape \[4, 6\]"):
+        build(tensors()).load_state_dict(state)
+    del state["param_groups"][1]
+    with pytest.raises(UserError, match=r"\('adamw', 2\)"):
+        build(tensors()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -0.1}, "lr=-0.1"),
+        ({"mu": 1.0}, "mu=1.0"),
+        ({"betas": (0.9, 1.0)}, "beta2=1.0"),
+        ({"weight_decay": float("nan")}, "weight_decay=nan"),
+        ({"adjust_lr": "rms"}, "adjust_lr='rms'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_impossible_settings_are_refused(settings, message) -> None:
+    with pytest.raises(UserError, match=message):
+        build(tensors(), **settings)
+
+
+def test_a_vector_in_a_muon_group_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"parameter norm of shape \[5\]"):
+        Muon([("norm", nn.Parameter(torch.ones(5)))])
+
+
+def test_groups_cannot_be_added_later() -> None:
+    with pytest.raises(UserError, match="add_param_group"):
+        build(tensors()).add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+def test_weight_decay_may_be_a_tensor() -> None:
+    first, second = tensors(), tensors()
+    build(first, weight_decay=0.3, cautious_wd=True).step()
+    optimizer = build(second, weight_decay=0.3, cautious_wd=True)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = torch.tensor(0.3, dtype=torch.float64)
+    optimizer.step()
+    for a, b in zip(first.values(), second.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_transposed_weight_is_updated_in_place() -> None:
+    weight, plain = nn.Parameter(torch.randn(4, 6).T), None
+    plain = nn.Parameter(weight.detach().contiguous())
+    weight.grad = torch.randn(6, 4)
+    plain.grad = weight.grad.clone()
+    for parameter in (weight, plain):
+        Muon([parameter], options=FP32).step()
+    assert torch.allclose(weight, plain, atol=1e-6)
+
+
+def test_phase_times_and_statistics_describe_the_step() -> None:
+    optimizer = build(tensors(), MuonOptions(ns_dtype="float32", ns_steps=12, stats_interval=2))
+    optimizer.step()
+    assert set(optimizer.phase_times()()) == {
+        f"optim/{phase}_ms"
+        for phase in ("momentum", "newton_schulz", "exchange", "exchange_exposed", "update")
+    }
+    optimizer.step()
+    metrics = optimizer.phase_times()()
+    assert metrics["optim/newton_schulz_ms"] > 0
+    # Orthogonal rows of n columns have RMS 1 / sqrt(n), which rms_norm scales to 0.2.
+    assert metrics["optim/update_rms/group0"] == pytest.approx(0.2, rel=0.1)
+    assert metrics["optim/update_spectral_norm/group0"] == pytest.approx(0.2 * 8**0.5, rel=0.1)
+    assert optimizer.timings()["optim/momentum_ms"] > 0
+
+
+def test_a_closure_is_evaluated_with_gradients() -> None:
+    named = tensors()
+
+    def closure():
+        loss = named["a"].square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert build(named).step(closure) > 0
+
+
+def test_experts_are_never_flattened_by_config() -> None:
+    config = MuonConfig(flatten=True, adamw_lr=0.5)
+    assert group_settings("experts", config)["flatten"] is False
+    assert group_settings("dense", config)["flatten"] is True
+    assert group_settings("adamw", config)["lr"] == 0.5
+
+
+def test_fresh_state_is_zero() -> None:
+    state = init_state(torch.ones(2, 2), "adamw")
+    assert not any(value.any() for value in state.values())
