@@ -18,8 +18,8 @@ from trainer.optim.newton_schulz import (
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KERNELS = ["dense", "gram"]
-SHAPES = [(64, 64), (48, 80), (64, 144), (32, 128)]
-NUM_SEEDS = 6
+SHAPES = [(64, 64), (48, 80), (96, 208), (32, 128)]
+NUM_SEEDS = 4
 
 
 def relative_error(result, reference):
@@ -238,7 +238,7 @@ def test_float32_is_ieee_and_the_global_setting_survives(precision):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("M", "N"), [(64, 512), (32, 48), (16, 16)])
+@pytest.mark.parametrize(("M", "N"), [(96, 208), (32, 48), (16, 16)])
 def test_flops_are_those_counted_and_equal_for_the_transpose(kernel, M, N):
     choice = choose_kernel(kernel, shape=(2, M, N), dtype=torch.bfloat16, device=CPU)
     counted = []
@@ -252,9 +252,11 @@ def test_flops_are_those_counted_and_equal_for_the_transpose(kernel, M, N):
 
 def test_workspace_counts_two_matrices_and_the_squares():
     dense = choose_kernel("dense", shape=(3, 8, 32), dtype=torch.bfloat16, device=CPU)
-    gram = choose_kernel("gram", shape=(3, 8, 32), dtype=torch.bfloat16, device=CPU)
+    gram = choose_kernel("gram", shape=(3, 96, 200), dtype=torch.bfloat16, device=CPU)
     assert newton_schulz_workspace_bytes((3, 8, 32), kernel=dense) == 3 * 2 * (2 * 256 + 2 * 64)
-    assert newton_schulz_workspace_bytes((3, 32, 8), kernel=gram) == 3 * 2 * (2 * 256 + 4 * 64)
+    assert newton_schulz_workspace_bytes((3, 200, 96), kernel=gram) == 3 * 2 * (
+        2 * 96 * 200 + 4 * 96 * 96
+    )
     from_fp32 = newton_schulz_workspace_bytes((8, 32), kernel=dense, input_dtype=torch.float32)
     assert from_fp32 == 256 * (4 + 2)
 

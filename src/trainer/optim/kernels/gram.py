@@ -26,8 +26,9 @@ from trainer.optim.kernels.inputs import hard_inputs
 from trainer.optim.kernels.iteration import iterate
 from trainer.optim.kernels.products import Products
 
-_PROBE_ROWS = 96
-"""Rounding noise is largest, relative to the signal, on small matrices: a small probe is strict."""
+PROBE_ROWS = 96
+"""Rounding noise is largest, relative to the signal, on small matrices: a small probe is strict.
+Matrices of fewer rows than it are not simulated, and nothing is fused on them."""
 
 ASPECTS = (2, 4)
 """Aspect ratios simulated; a matrix uses the largest that it reaches. Below the first, fusing saves
@@ -72,7 +73,8 @@ def gram_segments(rows: Sequence[Row], dtype: torch.dtype, M: int, N: int) -> tu
     decides.
     """
     shorter, longer = sorted((M, N))
-    if dtype not in _SIMULATED_DTYPES or longer < ASPECTS[0] * shorter:
+    is_simulated = dtype in _SIMULATED_DTYPES and shorter >= PROBE_ROWS
+    if not is_simulated or longer < ASPECTS[0] * shorter:
         return single_segments(len(rows))
     aspect = max(aspect for aspect in ASPECTS if aspect * shorter <= longer)
     committed = _committed_segments(tuple(rows), dtype)
@@ -106,7 +108,7 @@ def simulate_segments(rows: tuple[Row, ...], dtype: torch.dtype, aspect: int) ->
         aspect: long side over short side of the simulated matrices.
     """
     standard = single_segments(len(rows))
-    X_BMN = torch.stack(list(hard_inputs(_PROBE_ROWS, aspect * _PROBE_ROWS).values()))
+    X_BMN = torch.stack(list(hard_inputs(PROBE_ROWS, aspect * PROBE_ROWS).values()))
     exact_BMN = iterate(X_BMN.clone(), rows, standard, _rounding_products(X_BMN.dtype))
 
     def errors(segments: tuple[int, ...]) -> Tensor:

@@ -9,17 +9,21 @@ from torch import Tensor
 _NOISE_RANK = 64
 
 
-def hard_inputs(M: int, N: int, *, seed: int = 0) -> dict[str, Tensor]:
+def hard_inputs(
+    M: int, N: int, *, seed: int = 0, device: torch.device | None = None
+) -> dict[str, Tensor]:
     """Return matrices of M x N (M <= N), float64, of Frobenius norm 1, by name.
 
     Gaussian; rank 1 (the gradient of an expert that saw one token); rank 4; rank 64 plus noise of
-    1e-3; singular values from 1 to 1e-6; one row a million times the others. Drawn on the CPU
-    from `seed`, the same on every machine up to the last bits.
+    1e-3; singular values from 1 to 1e-6; one row a million times the others. Drawn on `device`
+    (None: the CPU, where a seed gives the same on every machine up to the last bits).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device or "cpu").manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(
+            *shape, generator=generator, dtype=torch.float64, device=generator.device
+        )
 
     rank = min(_NOISE_RANK, M)
     matrices = {
@@ -35,7 +39,7 @@ def hard_inputs(M: int, N: int, *, seed: int = 0) -> dict[str, Tensor]:
 
 def _with_spectrum(left_MM: Tensor, right_NM: Tensor) -> Tensor:
     """Return a matrix of singular values 1 … 1e-6, evenly spaced in the logarithm."""
-    values_M = torch.logspace(0, -6, left_MM.shape[0], dtype=left_MM.dtype)
+    values_M = torch.logspace(0, -6, left_MM.shape[0], dtype=left_MM.dtype, device=left_MM.device)
     return torch.linalg.qr(left_MM).Q * values_M @ torch.linalg.qr(right_NM).Q.mT
 
 

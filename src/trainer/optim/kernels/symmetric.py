@@ -5,8 +5,8 @@ Nothing of QuACK is imported before `quack_products` is called.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class Tiles:
         return self.symmetric_large if is_large else self.symmetric
 
 
+@lru_cache
 def quack_products(capability: Capability, tiles: Tiles | None = None) -> Products:
     """Import QuACK and return its products for float16 and bfloat16.
 
@@ -71,11 +72,6 @@ def quack_products(capability: Capability, tiles: Tiles | None = None) -> Produc
     if capability[0] != HOPPER:
         return _default_products()
     return _hopper_products(tiles or Tiles())
-
-
-def with_general_tile(tiles: Tiles, tile: Tile) -> Tiles:
-    """Return `tiles` with another tile for the product with X."""
-    return replace(tiles, general=tile)
 
 
 def _hopper_products(tiles: Tiles) -> Products:

@@ -27,16 +27,17 @@ def test_rows_are_fused_from_an_aspect_ratio_of_two_in_either_orientation():
     assert gram_segments(QUINTIC, torch.bfloat16, 96, 191) == (1, 1, 1, 1, 1)
     assert gram_segments(QUINTIC, torch.bfloat16, 96, 192) == (2, 2, 1)
     assert gram_segments(QUINTIC, torch.bfloat16, 2048, 768) == (2, 2, 1)
-    assert gram_segments(QUINTIC, torch.bfloat16, 1, 7) == (2, 2, 1)
 
 
-def test_float32_fuses_nothing():
+def test_float32_and_matrices_smaller_than_the_simulated_ones_fuse_nothing():
     assert gram_segments(QUINTIC, torch.float32, 96, 960) == (1, 1, 1, 1, 1)
+    assert gram_segments(QUINTIC, torch.bfloat16, 95, 960) == (1, 1, 1, 1, 1)
+    assert gram_segments(QUINTIC, torch.bfloat16, 1, 7) == (1, 1, 1, 1, 1)
 
 
 def test_tables_of_the_user_are_simulated_and_long_ones_stay_single_at_the_end():
     rows = resolve_coefficients([(1.5, -0.5, 0.0)], 8)
-    segments = gram_segments(rows, torch.bfloat16, 32, 128)
+    segments = gram_segments(rows, torch.bfloat16, 96, 192)
     assert sum(segments) == 8
     assert segments[-2:] == (1, 1)
 

@@ -50,7 +50,7 @@ def quack(monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["symmetric", "gram"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(3, 48, 128), (3, 128, 48), (2, 32, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 96, 208), (3, 208, 96), (2, 32, 32)], ids=str)
 def test_quack_products_give_what_dense_gives(quack, kernel, dtype, shape):
     choice = choose_kernel(kernel, shape=shape, dtype=dtype, device=CUDA, machine=fake_machine())
     X_BMN = torch.randn(shape, generator=torch.Generator().manual_seed(1))

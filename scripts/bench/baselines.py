@@ -1,0 +1,90 @@
+"""Public Newton-Schulz implementations to compare with; each is skipped where not installed.
+
+All iterate five steps with the quintic rows, as ours does.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trainer.optim.coefficients import resolve_coefficients
+
+Baseline = Callable[[Tensor], Tensor]
+ROWS = resolve_coefficients("quintic", 5)
+SEED = "quack_seed"
+
+
+def find_baselines(dtype: torch.dtype, device: torch.device) -> dict[str, Baseline]:
+    """Return the baselines that can run here in `dtype`, by name."""
+    found: dict[str, Baseline] = {}
+    for name, (dtypes, find) in _FINDERS.items():
+        if dtype not in dtypes or (device.type != "cuda" and name != "eager"):
+            continue
+        try:
+            found[name] = find()
+        except ImportError as error:
+            print(f"baseline {name}: skipped, {error}")
+    return found
+
+
+def eager(X: Tensor) -> Tensor:
+    """Iterate as torch code is usually written, in the dtype of X: no fused epilogue."""
+    wide = X.mT if X.size(-2) > X.size(-1) else X
+    wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for a, b, c in ROWS:
+        A = wide @ wide.mT
+        wide = a * wide + (b * A + c * (A @ A)) @ wide
+    return wide.mT if X.size(-2) > X.size(-1) else wide
+
+
+def _find_compiled() -> Baseline:
+    return torch.compile(eager, dynamic=False)
+
+
+def _find_dion_triton() -> Baseline:
+    from dion.newton_schulz_triton import newton_schulz_triton
+
+    return newton_schulz_triton
+
+
+def _find_dion_dense() -> Baseline:
+    from dion.newton_schulz_triton import zeropower_via_newtonschulz5
+
+    return zeropower_via_newtonschulz5
+
+
+def _find_quack_seed() -> Baseline:
+    from quack.gemm_interface import gemm_symmetric
+
+    return partial(_quack_seed, gemm_symmetric)
+
+
+def _quack_seed(gemm_symmetric: Callable[..., Tensor], X: Tensor) -> Tensor:
+    """QuACK's public call twice, at its built-in tile, then torch's product."""
+    wide = X.mT if X.size(-2) > X.size(-1) else X
+    wide = (wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)).contiguous()
+    for a, b, c in ROWS:
+        A = gemm_symmetric(wide, wide.mT)
+        B = gemm_symmetric(A, A, C=A, alpha=c, beta=b)
+        wide = torch.baddbmm(wide, B, wide, beta=a)
+    return wide.mT if X.size(-2) > X.size(-1) else wide
+
+
+def _find_gram_newton_schulz() -> Baseline:
+    from gram_newton_schulz import GramNewtonSchulz
+
+    # Its float16 is fixed; so is its restart at 2 for these rows.
+    return GramNewtonSchulz(ns_coefficients=[list(row) for row in ROWS], compile_kwargs=None)
+
+
+_BF16, _FP16 = torch.bfloat16, torch.float16
+_FINDERS: dict[str, tuple[tuple[torch.dtype, ...], Callable[[], Baseline]]] = {
+    "eager": ((torch.float32, _BF16, _FP16), lambda: eager),
+    "compiled": ((torch.float32, _BF16, _FP16), _find_compiled),
+    "dion_dense": ((_BF16,), _find_dion_dense),
+    "dion_triton": ((_BF16,), _find_dion_triton),
+    SEED: ((_BF16, _FP16), _find_quack_seed),
+    "gram_newton_schulz": ((_FP16,), _find_gram_newton_schulz),
+}
