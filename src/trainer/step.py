@@ -6,7 +6,8 @@ Nothing here waits for the device: a step's values are copied aside and read one
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,22 @@ class StepTotals:
 
 
 @dataclass(frozen=True)
+class MicroLoss:
+    """One micro-batch's share of a step's loss.
+
+    Attributes:
+        total: 0-d, to call `backward()` on.
+        sums: fp64 1-d, what adds up over micro-batches and ranks: the loss, the load-balancing
+            loss, then what a loss measures besides.
+        expert_counts_LE: int64, of this forward.
+    """
+
+    total: Tensor
+    sums: Tensor
+    expert_counts_LE: Tensor
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """What one step measured; values still on their way from the device.
 
@@ -71,7 +88,8 @@ class StepRecord:
         totals: The step's counts.
         num_tokens: Tokens of the run so far, this step included, padding excluded.
         trained_tokens: Of those, the ones with a loss.
-        values: fp64, global: loss, load-balancing loss, gradient norm, mean max violation.
+        values: fp64, global: gradient norm, mean max violation, loss, load-balancing loss, then
+            what the loss measured besides.
         phase_times: Reads the optimizer's phases in ms, by metric name.
         clock: Marks `start`, `forward`, `backward`, `optimizer`, each when that phase begins or,
             the last two, ends.
@@ -131,18 +149,38 @@ class TrainStep:
         Collective: forward and backward as FSDP and expert dispatch do; one all-reduce of the
             step's sums; the gradient norm's; the optimizer's exchange. All ranks call.
         """
+        device = micro_batches[0].input_ids_PS.device
+        total_weight = torch.tensor(totals.weight, dtype=torch.float32, device=device)
+        losses = [partial(self._supervised_loss, batch, total_weight) for batch in micro_batches]
+        return self.train_on(clock, losses, totals)
+
+    def train_on(
+        self, clock: Clock, losses: Sequence[Callable[[], MicroLoss]], totals: StepTotals
+    ) -> StepRecord:
+        """Train on any loss: one optimizer step on the sum of micro-batches' shares.
+
+        Args:
+            clock: As in a call.
+            losses: Each runs the forward of one micro-batch; not empty, as many on every rank.
+            totals: Counts over all ranks and micro-batches.
+
+        Raises:
+            RuntimeError: too many steps in a row were not finite.
+
+        Collective: as a call.
+        """
         clock.mark("forward")
-        loss_terms, max_vio = self._accumulate_gradients(micro_batches, totals.weight)
+        sums, max_vio = self._accumulate_gradients(losses)
         clock.mark("backward")
         gradient = clip_gradients_(self.model.parameters(), self.settings.max_norm)
-        finite = gradient.finite & loss_terms.isfinite().all()
+        finite = gradient.finite & sums[:2].isfinite().all()
         self.settle()
         lr = self._set_learning_rates()
         self.optimizer.step(finite=finite)
         self.optimizer.zero_grad()
         clock.mark("optimizer")
         self.progress.advance(totals.num_tokens, totals.trained_tokens)
-        values = torch.cat([loss_terms, gradient.norm.double().view(1), max_vio.view(1)])
+        values = torch.cat([gradient.norm.double().view(1), max_vio.view(1), sums])
         return StepRecord(
             step=self.progress.step,
             lr=lr,
@@ -172,39 +210,41 @@ class TrainStep:
             )
 
     def _accumulate_gradients(
-        self, micro_batches: Sequence[PackedBatch], total_weight: float
+        self, losses: Sequence[Callable[[], MicroLoss]]
     ) -> tuple[Tensor, Tensor]:
-        """Run forward and backward; return (loss, load balancing) and max violation, fp64, global.
+        """Run forward and backward; return the sums and the mean max violation, fp64, global.
 
         Collective: one all-reduce (sum) over the world after the last backward.
         """
-        device = micro_batches[0].input_ids_PS.device
-        weight = torch.tensor(total_weight, dtype=torch.float32, device=device)
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        counts_LE = torch.zeros((), dtype=torch.float64, device=device)
-        for index, batch in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
+        shares: list[MicroLoss] = []
+        for index, loss in enumerate(losses):
+            is_last = index == len(losses) - 1
             self._shards.set_is_last_backward(is_last)
             self._shards.set_requires_all_reduce(is_last)
-            outputs = self.model(
-                batch.input_ids_PS,
-                position_ids=batch.position_ids_PS,
-                target_ids=batch.target_ids_PS,
-            )
-            terms = sft_loss(
-                outputs,
-                batch.weights_PS,
-                total_weight=weight,
-                load_balancing_coef=self.settings.load_balancing_coef,
-            )
-            terms.total.backward()
-            sums += torch.stack([terms.cross_entropy, terms.load_balancing]).double()
-            counts_LE = counts_LE + outputs.expert_counts_LE.double()
+            share = loss()
+            share.total.backward()
+            shares.append(replace(share, total=share.total.detach()))
+        sums = torch.stack([share.sums for share in shares]).sum(0)
+        counts_LE = torch.stack([share.expert_counts_LE.double() for share in shares]).sum(0)
         summed = torch.cat([sums, counts_LE.flatten()])
         dist.all_reduce(summed)
-        if not counts_LE.numel():
-            return summed[:2], torch.zeros((), dtype=torch.float64, device=device)
-        return summed[:2], max_violation(summed[2:].view_as(counts_LE)).mean()
+        max_vio_L = max_violation(summed[len(sums) :].view_as(counts_LE))
+        return summed[: len(sums)], max_vio_L.mean() if len(max_vio_L) else summed.new_zeros(())
+
+    def _supervised_loss(self, batch: PackedBatch, total_weight: Tensor) -> MicroLoss:
+        outputs = self.model(
+            batch.input_ids_PS,
+            position_ids=batch.position_ids_PS,
+            target_ids=batch.target_ids_PS,
+        )
+        terms = sft_loss(
+            outputs,
+            batch.weights_PS,
+            total_weight=total_weight,
+            load_balancing_coef=self.settings.load_balancing_coef,
+        )
+        sums = torch.stack([terms.cross_entropy, terms.load_balancing]).double()
+        return MicroLoss(terms.total, sums, outputs.expert_counts_LE)
 
     def _set_learning_rates(self) -> float:
         factor = self.factor(self.progress.num_applied)

@@ -32,7 +32,7 @@ def step_metrics(
         device: Where peak memory and peak FLOP/s are looked up.
         is_moe: Whether there are experts to report on.
     """
-    loss, load_balancing, grad_norm, max_vio = record.values.read().tolist()
+    grad_norm, max_vio, loss, load_balancing, *_ = record.values.read().tolist()
     seconds = record.clock.seconds("start", "optimizer")
     peak = peak_flops(device)
     metrics: dict[str, float | int | None] = {
