@@ -1,0 +1,128 @@
+"""Rewards: functions from a completed sample to a score.
+
+Owns the built-in scores and the loading of a user's function. What happens when one fails is
+`scoring.py`'s, read next.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from trainer.config.rl import (
+    ExactMatchReward,
+    FunctionReward,
+    MathVerifyReward,
+    RewardConfig,
+    TaskReward,
+    reward_name,
+)
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion and what is known about its prompt: what every reward function is given.
+
+    Attributes:
+        question: The prompt for people: its last user turn, or the text.
+        reference: The reference answer.
+        completion: What the model wrote, special tokens left out.
+        answer: What `env.answer` finds in it; None if nothing.
+        row: The prompt's row as its source gives it.
+        where: File and line, or task and item.
+        score_task: The reasoning-gym task's own scoring; None for other sources.
+    """
+
+    question: str
+    reference: str
+    completion: str
+    answer: str | None
+    row: Mapping[str, Any]
+    where: str
+    score_task: Callable[[str | None], float] | None = None
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A named score with its weight; `score` may raise or return anything if a user wrote it."""
+
+    name: str
+    weight: float
+    score: Callable[[Sample], Any]
+
+
+def build_reward(config: RewardConfig) -> Reward:
+    """Return the reward that a config section asks for.
+
+    Raises:
+        UserError: a user's function cannot be imported.
+    """
+    match config:
+        case TaskReward():
+            score = task_score
+        case ExactMatchReward(ignore_case=ignore_case):
+            score = partial(exact_match, ignore_case=ignore_case)
+        case MathVerifyReward(timeout_s=timeout_s):
+            score = partial(math_equal, timeout_s=timeout_s)
+        case FunctionReward(path=path, params=params):
+            score = partial(load_function(path), **params)
+    return Reward(reward_name(config), config.weight, score)
+
+
+def task_score(sample: Sample) -> float:
+    """Return the task's own score of the answer."""
+    assert sample.score_task is not None, "the config lets this reward only meet tasks"
+    return sample.score_task(sample.answer)
+
+
+def exact_match(sample: Sample, *, ignore_case: bool = False) -> float:
+    """Return 1.0 if answer and reference are the same text but for the space around them."""
+    if sample.answer is None:
+        return 0.0
+    answer, reference = sample.answer.strip(), sample.reference.strip()
+    if ignore_case:
+        answer, reference = answer.casefold(), reference.casefold()
+    return float(answer == reference)
+
+
+def math_equal(sample: Sample, *, timeout_s: int) -> float:
+    """Return 1.0 if math-verify takes the answer for the reference; LaTeX or plain."""
+    from math_verify import parse, verify
+
+    if sample.answer is None:
+        return 0.0
+    reference = parse(as_math(sample.reference), parsing_timeout=timeout_s)
+    answer = parse(as_math(sample.answer), parsing_timeout=timeout_s)
+    return float(verify(reference, answer, timeout_seconds=timeout_s))
+
+
+def as_math(text: str) -> str:
+    """Put text in dollars unless it marks its mathematics itself: only marked LaTeX is parsed."""
+    return text if "$" in text or "\\boxed" in text else f"${text}$"
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Import `module:function`, the working directory included.
+
+    Raises:
+        UserError: there is no such module or function.
+    """
+    module_name, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(
+            f"env.rewards.path={path!r}: module {module_name!r} cannot be imported ({error}); "
+            "run from its folder, install it, or correct the path"
+        ) from error
+    function = vars(module).get(name)
+    if not callable(function):
+        raise UserError(
+            f"env.rewards.path={path!r}: {module_name!r} has no function {name!r}; correct the path"
+        )
+    return function

@@ -1,0 +1,68 @@
+import pytest
+
+from trainer.config.rl import ExactMatchReward, FunctionReward, MathVerifyReward, TaskReward
+from trainer.errors import UserError
+from trainer.rl.rewards import Sample, build_reward
+
+
+def make_sample(answer, reference="42", **changes):
+    fields = {
+        "question": "?",
+        "reference": reference,
+        "completion": f"it is {answer}",
+        "answer": answer,
+        "row": {"difficulty": 3},
+        "where": "prompts.jsonl:1",
+    }
+    return Sample(**(fields | changes))
+
+
+def test_exact_match_ignores_space_around_and_case_only_if_asked():
+    score = build_reward(ExactMatchReward()).score
+    assert [score(make_sample(a, "Ab")) for a in (" Ab\n", "ab", "A b", None)] == [1, 0, 0, 0]
+    assert build_reward(ExactMatchReward(ignore_case=True)).score(make_sample("aB", "Ab")) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "expected"),
+    [
+        ("1/2", r"\frac{1}{2}", 1.0),
+        (r"$\frac{2}{4}$", "0.5", 1.0),
+        ("x + 1", "1 + x", 1.0),
+        ("0.51", "0.5", 0.0),
+        ("no idea", "0.5", 0.0),
+        (None, "0.5", 0.0),
+    ],
+)
+def test_math_verify_compares_values(answer, reference, expected):
+    assert build_reward(MathVerifyReward()).score(make_sample(answer, reference)) == expected
+
+
+def test_task_rewards_are_the_task_s_own():
+    sample = make_sample("4", score_task=lambda answer: 0.25 if answer == "4" else 0.0)
+    reward = build_reward(TaskReward(weight=0.5))
+    assert (reward.name, reward.weight, reward.score(sample)) == ("task", 0.5, 0.25)
+
+
+def test_a_function_is_found_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards_module.py").write_text(
+        "def shorter(sample, limit):\n"
+        "    return sample.row['difficulty'] * (len(sample.completion) < limit)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    reward = build_reward(FunctionReward(path="my_rewards_module:shorter", params={"limit": 9}))
+    assert reward.name == "shorter"
+    assert reward.score(make_sample("4")) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module_here:score", r"env\.rewards\.path='no_such_module_here:score'.*imported"),
+        ("math:no_such", r"env\.rewards\.path='math:no_such'.*no function 'no_such'"),
+        ("math:pi", r"no function 'pi'"),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused(path, message):
+    with pytest.raises(UserError, match=message):
+        build_reward(FunctionReward(path=path))

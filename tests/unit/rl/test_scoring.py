@@ -1,0 +1,70 @@
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from tests.unit.rl.test_rewards import make_sample
+from trainer.errors import UserError
+from trainer.rl.rewards import Reward
+from trainer.rl.scoring import Scorer
+
+
+def returning(value):
+    return Reward("broken", 1.0, lambda sample: value)
+
+
+def raising(sample):
+    raise ZeroDivisionError("by zero")
+
+
+BROKEN = {
+    "raises": (Reward("broken", 1.0, raising), "ZeroDivisionError: by zero"),
+    "None": (returning(None), "None, not a number"),
+    "text": (returning("1"), "'1', not a number"),
+    "nan": (returning(math.nan), "nan, not a finite number"),
+    "inf": (returning(math.inf), "inf, not a finite number"),
+}
+
+
+def test_several_rewards_are_weighted_and_kept_apart():
+    rewards = [
+        Reward("right", 1.0, lambda sample: 1),
+        Reward("short", -0.5, lambda sample: np.float32(0.5)),
+        Reward("polite", 2.0, lambda sample: True),
+    ]
+    score = Scorer(rewards, "right", ends_run=True).score(make_sample("42"))
+    assert score.reward == 1.0 - 0.25 + 2.0
+    assert score.parts == {"right": 1.0, "short": 0.5, "polite": 1.0}
+    assert score.is_pass
+
+
+@pytest.mark.parametrize(("value", "is_pass"), [(1.0, True), (0.99, True), (0.98, False)])
+def test_only_a_full_score_of_the_deciding_reward_is_a_pass(value, is_pass):
+    rewards = [Reward("shaped", 1.0, lambda sample: 5.0), Reward("right", 0.1, lambda s: value)]
+    assert Scorer(rewards, "right", ends_run=True).score(make_sample("42")).is_pass == is_pass
+
+
+@pytest.mark.parametrize(("reward", "cause"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_failing_reward_scores_zero_and_names_the_sample(reward, cause, caplog):
+    other = Reward("other", 1.0, lambda sample: 0.25)
+    score = Scorer([reward, other], "other", ends_run=False).score(make_sample("42"))
+    assert (score.reward, score.parts["broken"], score.num_errors) == (0.25, 0.0, 1)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for part in ("'broken'", "prompts.jsonl:1", cause, "it is 42", "scores 0"):
+        assert part in record.getMessage()
+
+
+@pytest.mark.parametrize(("reward", "cause"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_failing_reward_ends_the_run_if_so_configured(reward, cause):
+    with pytest.raises(UserError, match=r"prompts\.jsonl:1") as caught:
+        Scorer([reward], "broken", ends_run=True).score(make_sample("42"))
+    assert cause in str(caught.value)
+    assert "env.on_reward_error = 'zero'" in str(caught.value)
+
+
+def test_many_failures_are_counted_but_not_all_told(caplog):
+    scorer = Scorer([returning(None)], "broken", ends_run=False)
+    assert sum(scorer.score(make_sample("42")).num_errors for _ in range(50)) == 50
+    assert len(caplog.records) == 11
