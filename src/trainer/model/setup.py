@@ -27,7 +27,12 @@ from trainer.model.experts import choose_experts_impl
 from trainer.model.init import init_random_
 from trainer.model.moe import MoEBlock
 from trainer.model.weights import load_weights_
-from trainer.parallel.fsdp import prefetch_next_, shard_dense_, shard_experts_
+from trainer.parallel.fsdp import (
+    prefetch_next_,
+    reshard_after_inference_,
+    shard_dense_,
+    shard_experts_,
+)
 from trainer.parallel.mesh import ep_mesh
 from trainer.parallel.world import raise_together
 
@@ -158,6 +163,7 @@ def _shard_(
     # Embeddings and output projection are needed again at the start of the backward.
     shard_dense_(model, mesh, compute_dtype, reshard_after_forward=False)
     prefetch_next_(units)
+    reshard_after_inference_(model)
 
 
 def _materialize_(model: CausalLM, device: torch.device) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeForCausalLM
 
 from tests.support.meshes import one_rank_mesh
@@ -142,6 +143,19 @@ def test_generation_with_a_cache_follows_the_logits(mesh: DeviceMesh) -> None:
             logits = model(ids, position_ids=positions, logits=True)
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(generated, ids)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+def test_parameters_are_shards_again_after_inference(
+    mesh: DeviceMesh, reshard_after_forward: bool
+) -> None:
+    config = random_model(moe_architecture())
+    model = setup_model(config, mesh, reshard_after_forward=reshard_after_forward)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]), position_ids=torch.tensor([[0, 1]]), logits=True)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    gradients(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 @pytest.mark.parametrize(("num_experts", "ep"), [(6, 4), (4, 8)], ids=["uneven", "more-ranks"])
