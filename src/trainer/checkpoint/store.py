@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -290,9 +290,11 @@ class CheckpointStore:
             except (RuntimeError, MemoryError) as failure:
                 error = f"step_{step} is not saved: no room for a copy on the host: {failure}"
         self._ranks.agree(error)
+        record = record_optimizer(optimizer, view)
         # Through JSON: what is not plain fails here, on every rank, and later changes stay out.
+        json.dumps(asdict(record), allow_nan=False)
         plain = json.loads(json.dumps(progress, allow_nan=False))
-        return Snapshot(step, shards, record_optimizer(optimizer, view), plain, model)
+        return Snapshot(step, shards, record, plain, model)
 
     def _write(self, snapshot: Snapshot) -> None:
         """Write, make durable, name, prune; on failure remove what was written."""

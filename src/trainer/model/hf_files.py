@@ -124,6 +124,9 @@ def write_companions(
         tokenizer: What the model was trained with; None: none is written.
         folder: Where to.
         dtype: Dtype of the weights; None: left open, as in a checkpoint.
+
+    Raises:
+        OSError: a file cannot be written.
     """
     _write_json(folder / "config.json", published_config(config, dtype))
     generation = GenerationConfig.from_model_config(config)
@@ -131,8 +134,33 @@ def write_companions(
         generation.eos_token_id = tokenizer.eos_token_id
         generation.bos_token_id = tokenizer.bos_token_id
         generation.pad_token_id = tokenizer.pad_token_id
-        tokenizer.save_pretrained(folder)
+        _save_tokenizer(tokenizer, folder)
     generation.save_pretrained(folder)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # Where it cannot write, the tokenizers library raises a plain Exception.
+        if type(error) is Exception:
+            raise OSError(f"tokenizer: {error}") from error
+        raise
+    path = folder / "tokenizer_config.json"
+    _write_json(path, published_tokenizer_config(json.loads(path.read_text())))
+
+
+def published_tokenizer_config(content: dict[str, Any]) -> dict[str, Any]:
+    """Return `tokenizer_config.json` in names that v4 and v5 both read.
+
+    v4 fails on v5's class name and on a list of extra special tokens.
+    """
+    content = dict(content)
+    if content["tokenizer_class"] == "TokenizersBackend":
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(content.get("extra_special_tokens"), list):
+        content["additional_special_tokens"] = content.pop("extra_special_tokens")
+    return content
 
 
 def published_config(config: PretrainedConfig, dtype: str | None) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def test_plain_transformers_gives_the_same_logits_and_generates(
     torch.testing.assert_close(plain(ids, use_cache=False).logits, logits, atol=1e-5, rtol=1e-5)
     text = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert text("héllo").input_ids == tokenizer("héllo").input_ids
+    assert text.all_special_tokens == tokenizer.all_special_tokens
     assert plain.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 7
 
 

@@ -6,8 +6,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+from trainer.data import build_byte_tokenizer
 from trainer.errors import UserError
-from trainer.model.hf_files import GIB, WeightFiles, plan_files, published_config, weight_dtype
+from trainer.model.hf_files import (
+    GIB,
+    WeightFiles,
+    plan_files,
+    published_config,
+    published_tokenizer_config,
+    weight_dtype,
+    write_companions,
+)
 from trainer.model.hf_names import Piece
 
 PIECES = [Piece("a", (4,)), Piece("b", (2, 2)), Piece("c", (9,)), Piece("d", (1,))]
@@ -49,6 +58,19 @@ def test_value_that_the_written_dtype_cannot_hold_is_refused(tmp_path: Path):
         files.add("a", torch.full((4,), 1e6).half())
 
 
+def test_tokenizer_that_cannot_be_written_is_an_os_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer = build_byte_tokenizer()
+
+    def fail(_: Path) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", fail)
+    with pytest.raises(OSError, match="tokenizer: No space left"):
+        write_companions(Qwen3Config(), tokenizer, tmp_path)
+
+
 def test_unknown_dtype_is_refused():
     with pytest.raises(UserError, match="dtype='int8': weights are written as one of float32"):
         weight_dtype("int8")
@@ -62,6 +84,19 @@ def test_config_serves_readers_of_both_major_versions():
     assert content["num_experts"] == 4
     assert content["dtype"] == content["torch_dtype"] == "bfloat16"
     assert content["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+def test_tokenizer_config_serves_readers_of_both_major_versions():
+    content = published_tokenizer_config(
+        {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<|im_start|>"]}
+    )
+    assert content == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "additional_special_tokens": ["<|im_start|>"],
+    }
+    assert published_tokenizer_config({"tokenizer_class": "Qwen2Tokenizer"}) == {
+        "tokenizer_class": "Qwen2Tokenizer"
+    }
 
 
 def test_scaled_rope_is_given_under_its_older_name_too():
