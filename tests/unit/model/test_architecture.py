@@ -1,0 +1,72 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.networks import moe_architecture
+from trainer.config.model import DenseArchitecture, ModelConfig
+from trainer.config.sft import SFTConfig
+from trainer.errors import UserError
+from trainer.model.architecture import inline_config, resolve_architecture
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+# Billions of weights in the published files (a tied output projection counted once).
+PUBLISHED_BILLIONS = {
+    "qwen3_0_6b": 0.596049920,
+    "qwen3_8b": 8.190735360,
+    "qwen3_30b_a3b": 30.532122624,
+    "qwen3_235b_a22b": 235.093634560,
+}
+
+
+def test_every_shipped_architecture_is_tested() -> None:
+    assert {file.stem for file in (CONFIGS / "models").glob("*")} == set(PUBLISHED_BILLIONS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_BILLIONS)
+def test_shipped_architectures_have_the_published_size(name: str) -> None:
+    fields = tomllib.loads((CONFIGS / "models" / f"{name}.toml").read_text())
+    config = ModelConfig.model_validate(fields["model"])
+    assert config.architecture is not None
+    num_layers = config.architecture.num_hidden_layers
+    # Layers are alike: two sizes give the line.
+    one, two = (num_parameters(config.architecture, layers) for layers in (1, 2))
+    assert (one + (num_layers - 1) * (two - one)) / 1e9 == PUBLISHED_BILLIONS[name]
+
+
+def num_parameters(architecture: DenseArchitecture, num_layers: int) -> int:
+    shorter = architecture.model_copy(update={"num_hidden_layers": num_layers})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(inline_config(shorter))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_large_run_composes() -> None:
+    parts = ["models/qwen3_30b_a3b.toml", "sft/qwen3_30b_a3b.toml"]
+    model, run = (tomllib.loads((CONFIGS / part).read_text()) for part in parts)
+    run["model"] = model["model"] | run["model"]
+    assert SFTConfig.model_validate(run).parallel.ep == 8
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_experts", 8), ("hidden_size", 64), ("rope_theta", 5.0), ("tie_word_embeddings", True)],
+)
+def test_name_and_inline_shapes_must_agree(tmp_path: Path, field: str, value: object) -> None:
+    inline_config(moe_architecture()).save_pretrained(tmp_path)
+    same = ModelConfig(name=str(tmp_path), architecture=moe_architecture())
+    assert resolve_architecture(same).hidden_size == 32
+    other = ModelConfig(name=str(tmp_path), architecture=moe_architecture(**{field: value}))
+    with pytest.raises(UserError, match=rf"model\.architecture\.{field}={value!r} but"):
+        resolve_architecture(other)
+
+
+def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
+    config = inline_config(moe_architecture())
+    config.use_sliding_window = True
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="use_sliding_window=true"):
+        resolve_architecture(ModelConfig(name=str(tmp_path)))
