@@ -236,6 +236,7 @@ class TrainStep:
             batch.input_ids_PS,
             position_ids=batch.position_ids_PS,
             target_ids=batch.target_ids_PS,
+            token_mask=batch.token_mask_PS,
         )
         terms = sft_loss(
             outputs,

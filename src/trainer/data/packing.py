@@ -99,6 +99,7 @@ class PackedBatch:
         position_ids_PS: int64, restarts at 0 with every document and with the padding.
         target_ids_PS: int64, already shifted; -100 where nothing is trained.
         weights_PS: float32, 0 where nothing is trained.
+        token_mask_PS: bool, False for padding.
         num_tokens: positions that are no padding.
         num_trained: positions with a target.
     """
@@ -107,6 +108,7 @@ class PackedBatch:
     position_ids_PS: Tensor
     target_ids_PS: Tensor
     weights_PS: Tensor
+    token_mask_PS: Tensor
     num_tokens: int
     num_trained: int
 
@@ -117,6 +119,7 @@ class PackedBatch:
             self.position_ids_PS.to(device, non_blocking=True),
             self.target_ids_PS.to(device, non_blocking=True),
             self.weights_PS.to(device, non_blocking=True),
+            self.token_mask_PS.to(device, non_blocking=True),
             self.num_tokens,
             self.num_trained,
         )
@@ -207,6 +210,7 @@ def collate(
     positions = np.empty(shape, dtype=np.int64)
     targets = np.full(shape, MASKED, dtype=np.int64)
     weights = np.zeros(shape, dtype=np.float32)
+    token_mask = np.zeros(shape, dtype=bool)
     for row in range(num_packs):
         start = 0
         for document in packs[row].documents if row < len(packs) else ():
@@ -215,6 +219,7 @@ def collate(
             positions[row, start:stop] = np.arange(len(document))
             targets[row, start:stop] = document.targets
             weights[row, start:stop] = document.weights
+            token_mask[row, start:stop] = True
             start = stop
         positions[row, start:] = np.arange(seq_len - start)
     return PackedBatch(
@@ -222,6 +227,7 @@ def collate(
         torch.from_numpy(positions),
         torch.from_numpy(targets),
         torch.from_numpy(weights),
+        torch.from_numpy(token_mask),
         sum(pack.num_tokens for pack in packs),
         sum(pack.num_trained for pack in packs),
     )

@@ -71,6 +71,7 @@ def open_run(
     if saved is not None:
         _check_config_changes(saved["config"], config, world)
     step = _build_step(config, world, saved)
+    _check_vocabulary(step.model.config.vocab_size, tokenizer)
     if resume_step is not None:
         store.load(resume_step, step.model, step.optimizer)
     with ExitStack() as stack:
@@ -123,6 +124,15 @@ def _open_record(
         run.display = stack.enter_context(Display(config.max_steps, run.progress.step, kind))
 
     ranks.on_first(open_on_first, UserError, OSError)
+
+
+def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size={vocab_size}: "
+            "every token needs a row; raise model.architecture.vocab_size, or give the tokenizer that "
+            "belongs to the model in data.tokenizer"
+        )
 
 
 def _check_config_changes(saved: dict[str, Any], config: RunConfig, world: World) -> None:

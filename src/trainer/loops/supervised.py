@@ -19,6 +19,11 @@ from trainer.step import StepTotals
 class PackStream(Protocol):
     """An endless stream of packs in one global order, the same on every rank."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was read and left out so far, by reason."""
+        ...
+
     def next_packs(self, num_packs: int) -> list[Pack]:
         """Return the next packs of the global order."""
         ...
@@ -56,10 +61,15 @@ def train(
         clock.mark("start")
         packs = stream.next_packs(config.data.batch_size)
         record = run.step(clock, run.micro_batches(packs, config.data), StepTotals.of(packs))
-        run.log(record, {"data/pack_fill": pack_fill(packs, config.data.seq_len)})
+        fill = pack_fill(packs, config.data.seq_len)
+        run.log(record, {"data/pack_fill": fill} | _data_counts(stream))
         if is_due(config.val.interval, record.step, config.max_steps):
             run.log_more(evaluate())
         stopped_by = run.stop_signal.agreed()
         run.save_if_due(stream.state_dict(), now=stopped_by is not None)
         if stopped_by is not None:
             raise Interrupted(stopped_by)
+
+
+def _data_counts(stream: PackStream) -> dict[str, float]:
+    return {f"data/{reason}": count for reason, count in stream.counts.items()}

@@ -47,6 +47,7 @@ class DenseCausalLM(Qwen3ForCausalLM):
         input_ids: LongTensor | None = None,
         position_ids: LongTensor | None = None,
         target_ids: Tensor | None = None,
+        token_mask: Tensor | None = None,
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
@@ -59,7 +60,9 @@ class DenseCausalLM(Qwen3ForCausalLM):
         assert input_ids is not None, "a call needs input_ids"
         assert position_ids is not None, "packs are told apart by position_ids"
         assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
-        return forward_tokens(self, input_ids, position_ids, target_ids, temperature, with_entropy)
+        return forward_tokens(
+            self, input_ids, position_ids, target_ids, token_mask, temperature, with_entropy
+        )
 
 
 class MoECausalLM(Qwen3MoeForCausalLM):
@@ -85,6 +88,7 @@ class MoECausalLM(Qwen3MoeForCausalLM):
         input_ids: LongTensor | None = None,
         position_ids: LongTensor | None = None,
         target_ids: Tensor | None = None,
+        token_mask: Tensor | None = None,
         *,
         temperature: float = 1.0,
         with_entropy: bool = False,
@@ -97,7 +101,9 @@ class MoECausalLM(Qwen3MoeForCausalLM):
         assert input_ids is not None, "a call needs input_ids"
         assert position_ids is not None, "packs are told apart by position_ids"
         assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
-        return forward_tokens(self, input_ids, position_ids, target_ids, temperature, with_entropy)
+        return forward_tokens(
+            self, input_ids, position_ids, target_ids, token_mask, temperature, with_entropy
+        )
 
 
 CausalLM = DenseCausalLM | MoECausalLM
@@ -108,6 +114,7 @@ def forward_tokens(
     input_ids_PS: Tensor,
     position_ids_PS: Tensor,
     target_ids_PS: Tensor | None,
+    token_mask_PS: Tensor | None,
     temperature: float,
     with_entropy: bool,
 ) -> TokenOutputs | Tensor:
@@ -119,6 +126,8 @@ def forward_tokens(
         position_ids_PS: `[P, S]`, int64; documents of a pack are told apart by its restarts.
         target_ids_PS: `[P, S]`, int64, what each position should predict, -100 for nothing; None:
             return logits instead, for inputs small enough to hold them.
+        token_mask_PS: `[P, S]`, bool, False for padding, which then counts neither in the
+            load-balancing loss nor in the experts' token counts; None: every position counts.
         temperature: Divides the logits.
         with_entropy: Also return the entropy of each prediction.
 
@@ -140,7 +149,9 @@ def forward_tokens(
         chunk_tokens=model.computation.logits_chunk_tokens,
         with_entropy=with_entropy,
     )
-    load_balancing_P, expert_counts_LE = _routing(records, log_probs_T, len(input_ids_PS))
+    load_balancing_P, expert_counts_LE = _routing(
+        records, log_probs_T, len(input_ids_PS), token_mask_PS
+    )
     return TokenOutputs(
         # A copy: FSDP hooks its backward on outputs, which an in-place operation on a view loses.
         log_probs_PS=log_probs_T.view_as(target_ids_PS).clone(),
@@ -176,8 +187,10 @@ def _as_model_takes_it(model: CausalLM, mask: Any) -> Any:
     return {"full_attention": mask} if isinstance(model, DenseCausalLM) else mask
 
 
-def _routing(records: list[RoutingRecord], like: Tensor, num_packs: int) -> tuple[Tensor, Tensor]:
+def _routing(
+    records: list[RoutingRecord], like: Tensor, num_packs: int, token_mask_PS: Tensor | None
+) -> tuple[Tensor, Tensor]:
     if not records:
         none = torch.zeros(0, 0, dtype=torch.int64, device=like.device)
         return like.new_zeros(num_packs), none
-    return summarize_routing(records)
+    return summarize_routing(records, token_mask_PS)
