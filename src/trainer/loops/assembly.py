@@ -130,8 +130,8 @@ def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerFast) -> No
     if len(tokenizer) > vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size={vocab_size}: "
-            "every token needs a row; raise model.architecture.vocab_size, or give the tokenizer that "
-            "belongs to the model in data.tokenizer"
+            "every token needs a row; raise model.architecture.vocab_size, or give the tokenizer "
+            "that belongs to the model in data.tokenizer"
         )
 
 
