@@ -1,7 +1,11 @@
 """Frobenius normalization of each matrix of a batch, without overflow or underflow.
 
-Owns the scaling that precedes the iteration. The iteration (iteration.py) takes it from there.
+Owns the scaling that precedes the iteration, in torch; normalize_triton.py does the same on GPUs.
+The iteration (iteration.py) takes it from there.
 """
+
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,10 +17,11 @@ _LARGEST_EXPONENT = 126
 def normalized_copy(X_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each matrix divided by its Frobenius norm, in `dtype`; a zero matrix stays zero.
 
-    A power of two first brings the largest entry of each matrix to [0.5, 1), which is exact, and
-    only then are squares summed in fp32: sums of squares of raw entries overflow at 1e20 and
-    vanish at 1e-25. Nothing is added to the norm, so that c·X gives the result of X for every
-    power of two c, bit for bit. A matrix with a nan or inf comes out as nan.
+    Sums of squares of raw entries overflow fp32 at 1e20 and vanish at 1e-25. So in torch a power
+    of two first brings the largest entry of each matrix to [0.5, 1), which is exact, and squares
+    are summed in fp32; the Triton kernels sum in fp64. Nothing is added to the norm, so that c·X
+    gives the result of X for every power of two c, bit for bit. A matrix with a nan comes out as
+    nan.
 
     Args:
         X_BMN: any float dtype and strides; not written.
@@ -25,6 +30,15 @@ def normalized_copy(X_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         [B, M, N], freshly allocated, dense, with the contiguous dim of `X_BMN` contiguous.
     """
+    fused = _find_fused() if _is_fusible(X_BMN, dtype) else None
+    if fused is not None:
+        out_BMN = _empty_in_layout_of(X_BMN, dtype)
+        fused(out_BMN, X_BMN)
+        return out_BMN
+    return _normalized_by_torch(X_BMN, dtype)
+
+
+def _normalized_by_torch(X_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     scale_B11, accumulate = _power_of_two_scale(X_BMN), _accumulation_dtype(X_BMN.dtype, dtype)
     # Between equal 16-bit dtypes the scaled values are exact as they are: no fp32 temporary.
     scaled_BMN = _empty_in_layout_of(X_BMN, dtype if X_BMN.dtype == dtype else accumulate)
@@ -35,6 +49,23 @@ def normalized_copy(X_BMN: Tensor, dtype: torch.dtype) -> Tensor:
         return scaled_BMN.mul_(inverse_B11)
     out_BMN = _empty_in_layout_of(X_BMN, dtype)
     return torch.mul(scaled_BMN, inverse_B11, out=out_BMN)
+
+
+def _is_fusible(X_BMN: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether the Triton kernels take it: on a GPU, no fp64, every matrix dense."""
+    _, M, N = X_BMN.shape
+    is_dense = X_BMN.stride()[1:] in ((N, 1), (1, M))
+    return X_BMN.device.type == "cuda" and is_dense and torch.float64 not in (X_BMN.dtype, dtype)
+
+
+@lru_cache
+def _find_fused() -> Callable[[Tensor, Tensor], None] | None:
+    """Import the Triton kernels, or return None where there is no Triton."""
+    try:
+        from trainer.optim.kernels.normalize_triton import normalize_into_
+    except ImportError:
+        return None
+    return normalize_into_
 
 
 def _power_of_two_scale(X_BMN: Tensor) -> Tensor:
