@@ -14,7 +14,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from tests.support.muon_reference import Rule, reference_step
 from tests.support.sharding import distribute, shard_of
 from tests.support.spawn import run_ranks
-from trainer.optim.muon import Muon, MuonOptions
+from trainer.optim.muon import Muon
+from trainer.optim.options import MuonOptions
 
 pytestmark = pytest.mark.distributed
 

@@ -19,6 +19,11 @@ from trainer.optim.plan import Bucket, Plan
 from trainer.optim.spec import MeshSpec
 from trainer.optim.timing import Mark, PhaseTimer
 
+try:
+    from torch.distributed import all_gather_single as all_gather
+except ImportError:  # torch before 2.13, whose name for it later versions deprecate
+    from torch.distributed import all_gather_into_tensor as all_gather
+
 
 @dataclass
 class Transfer:
@@ -82,7 +87,7 @@ class Exchange:
         output = part.new_empty(part.numel() * group.size())
 
         def start() -> dist.Work | None:
-            return dist.all_gather_into_tensor(output, part, group=group, async_op=True)
+            return all_gather(output, part, group=group, async_op=True)
 
         return self._launch(start, output, part)
 

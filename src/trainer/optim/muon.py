@@ -11,7 +11,6 @@ with s = 0.2 * sqrt(max(rows, cols)) (`adjust_lr = "rms_norm"`), sqrt(rows / col
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -20,19 +19,18 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.optim.adamw import AdamWSettings, AdamWTensors, adamw_step_
-from trainer.optim.coefficients import CoefficientTable
 from trainer.optim.exchange import Exchange, make_groups
 from trainer.optim.gate import FiniteGate
 from trainer.optim.groups import NamedGroup, parse_groups
-from trainer.optim.kernels.select import KernelChoice, choose_kernel
+from trainer.optim.kernels.select import KernelChoice
 from trainer.optim.newton_schulz import newton_schulz
+from trainer.optim.options import MuonOptions, check_group, plan_with_kernels
 from trainer.optim.per_matrix import per_matrix_update_
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
-from trainer.optim.plan import Plan, PlannedGroup, PlanOptions, build_plan
+from trainer.optim.plan import PlannedGroup
 from trainer.optim.presence import Presence
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import (
-    as_matrices,
     check_loaded,
     complete_state,
     init_state,
@@ -41,21 +39,6 @@ from trainer.optim.state import (
 )
 from trainer.optim.stats import UpdateStats
 from trainer.optim.timing import PhaseTimer, StepTimes
-
-
-@dataclass(frozen=True)
-class MuonOptions:
-    """How the update is computed; never part of the state. Fields are those of `[optim]`."""
-
-    impl: Literal["stacked", "per_matrix"] = "stacked"
-    kernel: Literal["auto", "dense", "symmetric", "gram", "syrk"] = "auto"
-    ns_steps: int = 5
-    ns_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    ns_coefficients: CoefficientTable = "quintic"
-    replicate: Literal["share", "repeat"] = "share"
-    max_stack_gib: float = 2.0
-    split_gate_up: bool = False
-    stats_interval: int = 0
 
 
 class Muon(torch.optim.Optimizer):
@@ -134,7 +117,7 @@ class Muon(torch.optim.Optimizer):
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._group_names = [group.name for group in groups]
         for group, named in zip(self.param_groups, groups, strict=True):
-            _check_group(group, named)
+            check_group(group, named)
             for parameter in group["params"]:
                 self.state[parameter] = init_state(parameter, group["algorithm"])
         self._settings = [
@@ -155,7 +138,6 @@ class Muon(torch.optim.Optimizer):
             self._exchange,
             self._timer,
             lambda stack_BMN, bucket: self._newton_schulz(stack_BMN, self.kernels[bucket]),
-            self._device,
         )
 
     def _plan_step(self, groups: list[NamedGroup]) -> None:
@@ -366,63 +348,5 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-def plan_with_kernels(
-    groups: list[PlannedGroup], options: MuonOptions, device: torch.device
-) -> tuple[Plan, list[KernelChoice]]:
-    """Plan a step and choose each bucket's kernel.
-
-    Raises:
-        UserError: a parameter or a kernel asked for is not possible.
-    """
-    choices: list[KernelChoice] = []
-
-    def choose(shape: tuple[int, int, int]) -> tuple[str, str]:
-        choices.append(
-            choose_kernel(
-                options.kernel, shape=shape, dtype=NS_DTYPES[options.ns_dtype], device=device
-            )
-        )
-        return choices[-1].name, choices[-1].reason
-
-    plan_options = PlanOptions(
-        options.ns_dtype, options.replicate, options.max_stack_gib, options.split_gate_up
-    )
-    return build_plan(groups, plan_options, choose), choices
-
-
 def _read_metrics(times: StepTimes, stats: UpdateStats | None) -> dict[str, float]:
     return times.read() | ({} if stats is None else stats.read())
-
-
-def _check_group(group: dict[str, Any], named: NamedGroup) -> None:
-    for key, low, high in (
-        ("lr", 0, None),
-        ("mu", 0, 1),
-        ("beta1", 0, 1),
-        ("beta2", 0, 1),
-        ("weight_decay", 0, None),
-        ("epsilon", 0, None),
-    ):
-        value = float(group[key])
-        if not (value >= low and (high is None or value < high)):
-            rule = "a finite number of at least 0" if high is None else "in [0, 1)"
-            raise UserError(f"{key}={value}: must be {rule}")
-    if group["algorithm"] not in ("muon", "adamw"):
-        raise UserError(f"algorithm={group['algorithm']!r}: choose 'muon' or 'adamw'")
-    for name, parameter in named.named_parameters:
-        if group["algorithm"] == "muon":
-            _check_matrix(name, parameter, flatten=group["flatten"])
-
-
-def _check_matrix(name: str, parameter: Tensor, *, flatten: bool) -> None:
-    if parameter.ndim < 2:
-        raise UserError(
-            f"parameter {name} of shape {list(parameter.shape)} is no matrix: Muon needs two dims "
-            "or more; put it in an adamw group"
-        )
-    shard = local(parameter)
-    if shard.numel() and as_matrices(shard, flatten=flatten).data_ptr() != shard.data_ptr():
-        raise UserError(
-            f"parameter {name} of shape {list(parameter.shape)} and strides {shard.stride()} is no "
-            "view of matrices: make it contiguous before building the optimizer"
-        )

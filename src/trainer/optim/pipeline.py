@@ -80,7 +80,6 @@ class StackedStep:
         exchange: Exchange,
         timer: PhaseTimer,
         orthogonalize: Orthogonalize,
-        device: torch.device,
     ) -> None:
         self._plan = plan
         self._groups = groups
@@ -88,7 +87,6 @@ class StackedStep:
         self._timer = timer
         self._orthogonalize = orthogonalize
         self._dtype = NS_DTYPES[plan.options.ns_dtype]
-        self._device = device
 
     def run(self, inputs: StepInputs, meanwhile: Callable[[], None]) -> None:
         """Update momentum and weights of all bucketed parameters.
@@ -135,7 +133,7 @@ class StackedStep:
 
     def _share(self, flight: _Flight, inputs: StepInputs) -> None:
         self._wait_out(flight)
-        self._launch_share(flight)
+        self._launch_share(flight, inputs)
 
     def _finish(self, flight: _Flight, inputs: StepInputs) -> None:
         if flight.bucket.is_exchanged:
@@ -253,7 +251,7 @@ class StackedStep:
             count = flight.share[1] - flight.share[0]
             flight.update_BMN = received.view(count, *flight.bucket.local_matrix_shape)
 
-    def _launch_share(self, flight: _Flight) -> None:
+    def _launch_share(self, flight: _Flight, inputs: StepInputs) -> None:
         """Give the other replicas the updates of this replica's share.
 
         Collective: all-gather over the bucket's replica axes.
@@ -262,13 +260,9 @@ class StackedStep:
         rows, cols = bucket.local_matrix_shape
         if replicas is None or flight.chunk.start == flight.chunk.stop or not rows * cols:
             return
-        part_BMN = torch.empty(
-            max(bucket.share(flight.chunk, replica) for replica in range(bucket.num_replicas)),
-            rows,
-            cols,
-            dtype=self._dtype,
-            device=self._device,
-        )
+        largest = max(bucket.share(flight.chunk, r) for r in range(bucket.num_replicas))
+        like = local(inputs.parameters[bucket.pieces[0].parameter])
+        part_BMN = like.new_empty(largest, rows, cols, dtype=self._dtype)
         if flight.update_BMN is not None:
             part_BMN[: len(flight.update_BMN)] = flight.update_BMN
             flight.update_BMN = None

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.config.optim import AdamWConfig, DionConfig, DionMuonSection, MuonConfig, SGDConfig
 from trainer.errors import UserError
 from trainer.optim.groups import GROUP_NAMES, NamedGroup, check_cover, group_of, sort_parameters
-from trainer.optim.muon import Muon, MuonOptions
+from trainer.optim.muon import Muon
+from trainer.optim.options import MuonOptions
 from trainer.optim.plan import PlannedGroup
 from trainer.optim.spec import ParameterSpec
 from trainer.optim.table import routing_table

@@ -8,7 +8,8 @@ from torch import nn
 from tests.support.muon_reference import Rule, reference_step
 from trainer.config.optim import MuonConfig
 from trainer.errors import UserError
-from trainer.optim.muon import Muon, MuonOptions
+from trainer.optim.muon import Muon
+from trainer.optim.options import MuonOptions
 from trainer.optim.setup import group_settings
 from trainer.optim.state import init_state
 
