@@ -43,7 +43,9 @@ def _normalized_by_torch(X_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     # Between equal 16-bit dtypes the scaled values are exact as they are: no fp32 temporary.
     scaled_BMN = _empty_in_layout_of(X_BMN, dtype if X_BMN.dtype == dtype else accumulate)
     torch.mul(X_BMN, scale_B11, out=scaled_BMN)
-    norm_B11 = torch.linalg.vector_norm(scaled_BMN, dim=(-2, -1), keepdim=True, dtype=accumulate)
+    # Row by row: one running fp32 sum over a whole matrix is off by 1e-4 at 2048x2048 on a CPU.
+    norm_BM1 = torch.linalg.vector_norm(scaled_BMN, dim=-1, keepdim=True, dtype=accumulate)
+    norm_B11 = torch.linalg.vector_norm(norm_BM1, dim=-2, keepdim=True)
     inverse_B11 = torch.where(norm_B11 == 0, 1.0, norm_B11).reciprocal()
     if scaled_BMN.dtype == dtype:
         return scaled_BMN.mul_(inverse_B11)
