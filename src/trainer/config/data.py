@@ -58,16 +58,25 @@ Source = Annotated[
 ]
 
 
-class DataConfig(Section):
-    """Training data: from rows to packs of `seq_len` tokens."""
+class BatchConfig(Section):
+    """What every stream of packs has."""
 
-    source: Source
     seq_len: Count = 2048
     batch_size: Count = 8
     """Packs a step, over all ranks."""
     micro_batch_size: Count = 1
     """Packs a forward pass on one rank."""
     shuffle: Bool = True
+    pack_lookahead: Count = 64
+    """Samples considered at once when filling packs."""
+    prefetch: Bool = True
+    """Prepare the next batch in a thread while the step runs."""
+
+
+class DataConfig(BatchConfig):
+    """Training data: from rows to packs of `seq_len` tokens."""
+
+    source: Source
     tokenizer: str | None = None
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
     chat_template: str | None = None
@@ -80,20 +89,21 @@ class DataConfig(Section):
     overlong: Literal["error", "drop", "truncate"] = "error"
     split_samples: Bool = False
     """Whether a sample may continue in the next pack."""
-    pack_lookahead: Count = 64
-    """Samples considered at once when filling packs."""
-    prefetch: Bool = True
-    """Prepare the next batch in a thread while the step runs."""
 
 
-class ValConfig(Section):
+class IntervalConfig(Section):
+    """When a run is evaluated."""
+
+    interval: CountOrZero = 0
+    """Every n steps, and at the end; 0: only at the end."""
+
+
+class ValConfig(IntervalConfig):
     """Held-out evaluation."""
 
     source: Source | None = None
     fraction: OpenFraction = 0.0
     """Part of the training rows held out when no source is given."""
-    interval: CountOrZero = 0
-    """Every n steps, and at the end; 0: only at the end."""
     max_packs: Count | None = None
     num_generate: CountOrZero = 0
     """Held-out prompts answered greedily before and after training, scored by exact match."""

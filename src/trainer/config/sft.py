@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import model_validator
 
 from trainer.config.base import Bool, Count, CountOrZero, Section
-from trainer.config.data import DataConfig, ValConfig
+from trainer.config.data import BatchConfig, DataConfig, IntervalConfig, ValConfig
 from trainer.config.model import ModelConfig, MoEArchitecture
 from trainer.config.optim import MuonConfig, OptimConfig
 from trainer.config.parallel import ParallelConfig
@@ -52,9 +52,12 @@ class RunConfig(Section):
 class SupervisedConfig(RunConfig):
     """A run on packed text with a validation set: what SFT and pretraining share."""
 
-    data: DataConfig
-    val: ValConfig = ValConfig()
+    data: BatchConfig
+    val: IntervalConfig = IntervalConfig()
 
 
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning."""
+
+    data: DataConfig
+    val: ValConfig = ValConfig()

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from trainer.config.data import DataConfig
+from trainer.config.data import BatchConfig
 from trainer.data import Pack
 from trainer.loops.run import Run
 from trainer.model.inference import inference
 from trainer.step import StepTotals
 
 
-def mean_loss(run: Run, packs: Sequence[Pack], data: DataConfig) -> float:
+def mean_loss(run: Run, packs: Sequence[Pack], data: BatchConfig) -> float:
     """Return the weighted mean cross-entropy in nats over all packs.
 
     Collective: forward passes as in training, equally many on every rank; one all-reduce.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig
-from trainer.config.data import DataConfig
+from trainer.config.data import BatchConfig
 from trainer.data import Pack, PackedBatch, micro_batches
 from trainer.loops.display import Display
 from trainer.loops.due import is_due
@@ -96,7 +96,7 @@ class Run:
         assert isinstance(self.tokenizer.pad_token_id, int)
         return self.tokenizer.pad_token_id
 
-    def micro_batches(self, packs: Sequence[Pack], data: DataConfig) -> list[PackedBatch]:
+    def micro_batches(self, packs: Sequence[Pack], data: BatchConfig) -> list[PackedBatch]:
         """Return this rank's part of a global batch, on its device, equally many on every rank."""
         batches = micro_batches(
             packs,

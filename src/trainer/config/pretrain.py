@@ -1,0 +1,126 @@
+"""The whole config of `trainer pretrain`: sources of text and tokens, and how they are mixed."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainer.config.base import Bool, Count, OpenFraction, PositiveFloat, Section
+from trainer.config.data import BatchConfig, IntervalConfig
+from trainer.config.sft import SupervisedConfig
+
+
+class SourceSection(Section):
+    """What every source of a mix has."""
+
+    name: str | None = None
+    """Under which it is logged (`loss/<name>`); unset: from its path or hub name."""
+    weight: PositiveFloat = 1.0
+    """Relative share of the packs, exact at every moment to within one pack."""
+    max_epochs: Count | None = None
+    """How often it may be gone through; after that the other sources share its part."""
+
+
+class TextFilesSource(SourceSection):
+    """Text, JSONL or Parquet: a file, or a folder with files of one of these kinds."""
+
+    type: Literal["files"] = "files"
+    path: str
+    suffixes: Annotated[tuple[str, ...], Field(min_length=1)] = (".txt", ".jsonl", ".parquet")
+    """Files of a folder that are read; any suffix but .jsonl and .parquet is plain text."""
+    column: str = "text"
+    """Field of a JSONL or Parquet row that holds the text."""
+    block_kib: Count = 256
+    """Text read at once; a plain text file that is longer becomes several documents, cut at line
+    ends."""
+
+
+class StdlibSource(SourceSection):
+    """The Python sources of the standard library: real text that every machine has."""
+
+    type: Literal["stdlib"] = "stdlib"
+
+
+class HubTextSource(SourceSection):
+    """A data set on the Hugging Face hub, or a folder that `datasets` can load."""
+
+    type: Literal["hub"] = "hub"
+    path: str
+    """Name on the hub, or a folder."""
+    subset: str | None = None
+    split: str = "train"
+    column: str = "text"
+    streaming: Bool = False
+    """Read over the network as needed instead of downloading all of it first."""
+
+
+class TokensSource(SourceSection):
+    """Token shards: a folder that `trainer tokenize` wrote."""
+
+    type: Literal["tokens"] = "tokens"
+    path: str
+    verify: Bool = False
+    """Read everything once before step 1 and compare checksums; sizes are always compared."""
+
+
+SinglePretrainSource = Annotated[
+    TextFilesSource | StdlibSource | HubTextSource | TokensSource, Field(discriminator="type")
+]
+
+
+class PretrainMixSource(Section):
+    """A weighted mix of sources."""
+
+    type: Literal["mix"] = "mix"
+    sources: Annotated[tuple[SinglePretrainSource, ...], Field(min_length=1)]
+
+
+PretrainSource = Annotated[
+    TextFilesSource | StdlibSource | HubTextSource | TokensSource | PretrainMixSource,
+    Field(discriminator="type"),
+]
+
+
+class PretrainDataConfig(BatchConfig):
+    """Training data: from documents to packs of `seq_len` tokens, one source a pack."""
+
+    source: PretrainSource
+    tokenizer: str | None = None
+    """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
+    split_documents: Bool = True
+    """Fill packs to the brim, a document going on in the next pack; false: best fit of whole
+    documents, only those longer than `seq_len` are cut."""
+    attend_across_documents: Bool = False
+    """Whether a document sees those before it in its pack; false: attention stays inside."""
+
+
+class PretrainValConfig(IntervalConfig):
+    """Held-out documents, and texts continued for people to look at."""
+
+    source: PretrainSource | None = None
+    """Its documents are evaluated as they lie, the first `max_packs` packs of each source."""
+    fraction: OpenFraction = 0.0
+    """Part of the training documents held out when no source is given, chosen by their text, so
+    that copies stay together."""
+    max_packs: Count = 64
+    """Packs evaluated per source."""
+    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Continued before and after training."""
+    max_new_tokens: Count = 128
+    temperature: Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)] = 0.0
+    """Of those continuations; 0: always the most likely token."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.source is not None and self.fraction > 0:
+            raise ValueError(
+                f"source and fraction={self.fraction} are both given: validation documents come "
+                "from one place; remove one"
+            )
+        return self
+
+
+class PretrainConfig(SupervisedConfig):
+    """Pretraining on text or tokens."""
+
+    data: PretrainDataConfig
+    val: PretrainValConfig = PretrainValConfig()
