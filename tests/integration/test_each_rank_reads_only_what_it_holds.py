@@ -15,6 +15,7 @@ from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
 from trainer.model import setup_model
 from trainer.model.architecture import inline_config
+from trainer.model.inference import inference
 from trainer.model.weights import load_weights_
 from trainer.parallel.mesh import build_mesh
 
@@ -31,7 +32,7 @@ def load_on_every_split(folder: Path) -> tuple[dict[int, int], dict[int, list[fl
     for ep in (1, 2, 4):
         mesh = build_mesh(ParallelConfig(ep=ep), "cpu")
         model = setup_model(config, mesh)
-        with torch.no_grad():
+        with inference(model):
             logits[ep] = model(input_ids, position_ids=position_ids, logits=True)[0, -1].tolist()
         num_bytes[ep] = load_weights_(model, folder / "whole", ignored=frozenset()).num_bytes
     # Only one rank sees the damage, as on a node of its own; all must hear of it.

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from trainer.errors import UserError
+
 AttentionName = Literal["eager", "sdpa", "flex_attention"]
 
 _BLOCK_SIZE = 128
@@ -19,7 +21,16 @@ _BLOCK_SIZE = 128
 def choose_attention(
     requested: Literal["auto", "eager", "sdpa", "flex_attention"], device_type: str
 ) -> AttentionName:
-    """Resolve `model.attention`: on GPUs memory must stay linear in the sequence."""
+    """Resolve `model.attention`; `auto` keeps memory linear in the sequence on GPUs.
+
+    Raises:
+        UserError: `flex_attention` on a CPU, where torch has no backward for it.
+    """
+    if requested == "flex_attention" and device_type != "cuda":
+        raise UserError(
+            f"model.attention='flex_attention' cannot train on device {device_type!r}: "
+            "use model.attention = 'auto', 'sdpa' or 'eager'"
+        )
     if requested != "auto":
         return requested
     return "flex_attention" if device_type == "cuda" else "sdpa"

@@ -29,7 +29,6 @@ from trainer.model.moe import MoEBlock
 from trainer.model.weights import load_weights_
 from trainer.parallel.fsdp import (
     prefetch_next_,
-    reshard_after_inference_,
     shard_dense_,
     shard_experts_,
 )
@@ -163,7 +162,6 @@ def _shard_(
     # Embeddings and output projection are needed again at the start of the backward.
     shard_dense_(model, mesh, compute_dtype, reshard_after_forward=False)
     prefetch_next_(units)
-    reshard_after_inference_(model)
 
 
 def _materialize_(model: CausalLM, device: torch.device) -> None:

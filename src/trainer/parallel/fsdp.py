@@ -6,7 +6,6 @@ a layer. Meshes come from `mesh.py`.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -109,26 +108,6 @@ def prefetch_next_(units: Sequence[Sequence[nn.Module]]) -> None:
     for here, following in pairwise(units):
         _fsdp(here[0]).set_modules_to_forward_prefetch([_fsdp(unit) for unit in following])
         _fsdp(following[0]).set_modules_to_backward_prefetch([_fsdp(unit) for unit in here])
-
-
-def reshard_after_inference_(model: nn.Module) -> None:
-    """Make `model` whole again in shards after each forward that no backward follows.
-
-    FSDP leaves that to the backward for units that keep whole weights. Without one, after
-    validation or generation, `named_parameters` would list whole plain tensors, and a checkpoint
-    save them as such.
-
-    Args:
-        model: The outermost unit; call last, after all of `shard_dense_` and `shard_experts_`.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-    def reshard_(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            for unit in units:
-                unit.reshard()
-
-    model.register_forward_hook(reshard_)
 
 
 def _mixed_precision(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:

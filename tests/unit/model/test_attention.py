@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -6,6 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tests.support.meshes import one_rank_mesh
 from tests.support.networks import dense_architecture, moe_architecture, packed_batch, random_model
 from trainer.config.model import DenseArchitecture
+from trainer.errors import UserError
 from trainer.model.attention import choose_attention, document_ids, packed_mask
 from trainer.model.setup import setup_model
 
@@ -25,6 +28,11 @@ def test_auto_is_linear_in_memory_on_gpus() -> None:
     assert choose_attention("auto", "cuda") == "flex_attention"
     assert choose_attention("auto", "cpu") == "sdpa"
     assert choose_attention("eager", "cuda") == "eager"
+
+
+def test_flex_attention_on_a_cpu_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model.attention='flex_attention' .* device 'cpu'"):
+        choose_attention("flex_attention", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -83,10 +91,11 @@ def test_a_packed_document_has_the_logits_it_has_alone(
 ) -> None:
     lengths = [5, 1, 7, 3]
     input_ids, position_ids, _ = packed_batch([lengths])
-    # FlexAttention's kernel takes a minute to compile on a CPU; its reference obeys the same mask.
+    # FlexAttention's reference obeys the same mask as its kernel, which a CPU has not.
     with torch.compiler.set_stance("force_eager"), one_rank_mesh() as mesh:
-        model = setup_model(random_model(architecture, attention=attention), mesh).eval()
-        assert model.config._attn_implementation == attention
+        model = setup_model(random_model(architecture, attention="eager"), mesh).eval()
+        model.computation = replace(model.computation, attention=attention)
+        model.config._attn_implementation = attention
         packed = model(input_ids, position_ids=position_ids, logits=True)
         for document, alone_ids in zip(
             packed.split(lengths, dim=1), input_ids.split(lengths, dim=1), strict=True

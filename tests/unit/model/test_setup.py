@@ -14,6 +14,7 @@ from trainer.config.model import ModelConfig
 from trainer.errors import UserError
 from trainer.model import TokenOutputs, setup_model
 from trainer.model.causal_lm import moe_blocks
+from trainer.model.inference import inference
 from trainer.model.setup import check_ep
 
 
@@ -151,7 +152,7 @@ def test_parameters_are_shards_again_after_inference(
 ) -> None:
     config = random_model(moe_architecture())
     model = setup_model(config, mesh, reshard_after_forward=reshard_after_forward)
-    with torch.no_grad():
+    with inference(model):
         model(torch.tensor([[1, 2]]), position_ids=torch.tensor([[0, 1]]), logits=True)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     gradients(model)
