@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.optim.plan import Bucket, Plan
+from trainer.optim.bucket import Bucket
+from trainer.optim.plan import Plan
 from trainer.optim.spec import MeshSpec
 from trainer.optim.timing import Mark, PhaseTimer
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.optim.bucketing import is_gate_up, lr_scale
 from trainer.optim.layout import local_slices
 from trainer.optim.passes import apply_updates_, directions, update_momentum_
-from trainer.optim.plan import is_gate_up, lr_scale
 from trainer.optim.spec import MeshSpec, ParameterSpec
 from trainer.optim.state import as_matrices, local
 

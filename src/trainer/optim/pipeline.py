@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.optim.bucket import Bucket, Chunk, Segment
 from trainer.optim.exchange import BucketGroups, Exchange, Transfer
 from trainer.optim.passes import apply_updates_, directions, update_momentum_
-from trainer.optim.plan import Bucket, Chunk, Plan, Segment
+from trainer.optim.plan import Plan
 from trainer.optim.state import as_matrices, local
 from trainer.optim.stats import UpdateStats
 from trainer.optim.timing import PhaseTimer

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer.errors import UserError
+from trainer.optim.bucket import BYTES, Bucket, Chunk
 from trainer.optim.coefficients import CoefficientTable
 from trainer.optim.kernels.select import KernelChoice
 from trainer.optim.layout import local_shape
 from trainer.optim.newton_schulz import newton_schulz_flops, newton_schulz_workspace_bytes
 from trainer.optim.pipeline import NS_DTYPES
-from trainer.optim.plan import BYTES, Bucket, Chunk, Plan, PlannedGroup
+from trainer.optim.plan import Plan, PlannedGroup
 from trainer.optim.wire import TAIL
 
 GIB = 2**30

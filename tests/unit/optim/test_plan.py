@@ -7,7 +7,8 @@ import pytest
 from tests.support.qwen3_moe import qwen3_30b_a3b
 from trainer.config.optim import MuonConfig
 from trainer.errors import UserError
-from trainer.optim.plan import PlannedGroup, PlanOptions, build_plan, lr_scale
+from trainer.optim.bucketing import lr_scale
+from trainer.optim.plan import PlannedGroup, PlanOptions, build_plan
 from trainer.optim.setup import plan_groups
 from trainer.optim.spec import AxisPlacement, MeshSpec, ParameterSpec
 from trainer.optim.table import routing_table
