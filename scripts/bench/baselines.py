@@ -18,6 +18,8 @@ SEED = "quack_seed"
 
 def find_baselines(dtype: torch.dtype, device: torch.device) -> dict[str, Baseline]:
     """Return the baselines that can run here in `dtype`, by name."""
+    # Every shape is compiled apart; past the default of 8, torch quietly runs the eager code.
+    torch._dynamo.config.recompile_limit = 1000
     found: dict[str, Baseline] = {}
     for name, (dtypes, find) in _FINDERS.items():
         if dtype not in dtypes or (device.type != "cuda" and name != "eager"):

@@ -89,8 +89,9 @@ def _double_step(
     products.symmetric(gram_BMM, gram_BMM, gram_BMM, c1, b1, Z1_BMM)
     products.symmetric(gram_BMM, Z1_BMM, gram_BMM, 1.0, a1, half_BMM)
     products.symmetric(Z1_BMM, half_BMM, half_BMM, 1.0, a1, next_gram_BMM)
-    Z2_BMM, P1_BMM = gram_BMM, half_BMM
+    Z2_BMM = gram_BMM
     products.symmetric(next_gram_BMM, next_gram_BMM, next_gram_BMM, c2, b2, Z2_BMM)
+    P1_BMM = half_BMM if is_first else Z1_BMM
     products.shift(Z1_BMM, a1, P1_BMM)
     kept_apart, addend_BMM = (a1 * a2, Z1_BMM) if is_first else (0.0, P1_BMM)
     product_BMM = next_gram_BMM

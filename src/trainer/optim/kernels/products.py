@@ -20,7 +20,9 @@ ShiftFunction = Callable[[Tensor, float, Tensor], None]
 
 @dataclass(frozen=True)
 class Products:
-    """Four products on batches; M <= N here, all operands of one dtype, outputs never an operand.
+    """Four products on batches; M <= N here, all operands of one dtype.
+
+    An output is never an operand, except that `shift` may work in place.
 
     Attributes:
         gram: `(X_BMN, out_BMM)`: out = X·Xᵀ.
@@ -44,11 +46,12 @@ def is_column_major(X_BMN: Tensor) -> bool:
 
 
 def add_identity(Z_BMM: Tensor, a: float, out_BMM: Tensor) -> None:
-    """Write Z + a·I, rounded once."""
+    """Write Z + a·I, rounded once; in place it touches the diagonal alone."""
     # On a CPU, adding a Python number to a 16-bit tensor rounds the number first.
     wide = torch.promote_types(Z_BMM.dtype, torch.float32)
     shifted_BM = Z_BMM.diagonal(dim1=-2, dim2=-1).to(wide) + a
-    out_BMM.copy_(Z_BMM)
+    if out_BMM is not Z_BMM:
+        out_BMM.copy_(Z_BMM)
     out_BMM.diagonal(dim1=-2, dim2=-1).copy_(shifted_BM)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from trainer.errors import UserError
 from trainer.optim.kernels import symmetric
+from trainer.optim.kernels.gram import ASPECTS
 from trainer.optim.kernels.machine import THIS_MACHINE, Capability, Machine
 from trainer.optim.kernels.products import Products, torch_products
 from trainer.optim.kernels.requirements import Unmet, refusal
@@ -27,8 +28,8 @@ NAMES = ("auto", "dense", "symmetric", "gram", "syrk")
 MIN_SYMMETRIC_ROWS = 256
 """Below, `auto` stays dense: fewer than three tiles of 128 leave nothing to skip."""
 
-MIN_GRAM_ASPECT = 2.0
-"""From here on `auto` takes Gram: two pairs of rows are fused, and they are as exact as dense."""
+MIN_GRAM_ASPECT = ASPECTS[0]
+"""From here on `auto` takes Gram: it fuses rows, and only where that is as exact as dense."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _choose(
         return KernelChoice("dense", f"matrices under {MIN_SYMMETRIC_ROWS} have little to halve")
     load_products = partial(symmetric.quack_products, capability)
     if longer >= MIN_GRAM_ASPECT * shorter:
-        reason = f"aspect ratio {longer / shorter:.2g} is at least {MIN_GRAM_ASPECT:.2g}"
+        reason = f"aspect ratio {longer / shorter:.2g} is at least {MIN_GRAM_ASPECT}"
         return KernelChoice("gram", reason, True, load_products)
     reason = f"half the symmetric products; aspect ratio {longer / shorter:.2g} is too low for gram"
     return KernelChoice("symmetric", reason, True, load_products)
