@@ -22,12 +22,19 @@ from trainer.config.model import ModelConfig
 from trainer.errors import UserError
 from trainer.model.architecture import QwenConfig, locate_model, resolve_architecture
 from trainer.model.attention import choose_attention
-from trainer.model.causal_lm import CausalLM, Computation, DenseCausalLM, MoECausalLM
+from trainer.model.causal_lm import (
+    CausalLM,
+    Computation,
+    DenseCausalLM,
+    MoECausalLM,
+    moe_blocks,
+)
 from trainer.model.experts import choose_experts_impl
 from trainer.model.init import init_random_
 from trainer.model.moe import MoEBlock
 from trainer.model.weights import load_weights_
 from trainer.parallel.fsdp import (
+    describe_expert_shards,
     prefetch_next_,
     shard_dense_,
     shard_experts_,
@@ -148,6 +155,7 @@ def _shard_(
 ) -> None:
     """Make each layer's experts, each layer, and what remains FSDP units, inside out."""
     units: list[list[nn.Module]] = []
+    _log_expert_shards(model, mesh)
     for layer in model.model.layers:
         unit: list[nn.Module] = [layer]
         if isinstance(layer.mlp, MoEBlock):
@@ -162,6 +170,12 @@ def _shard_(
     # Embeddings and output projection are needed again at the start of the backward.
     shard_dense_(model, mesh, compute_dtype, reshard_after_forward=False)
     prefetch_next_(units)
+
+
+def _log_expert_shards(model: CausalLM, mesh: DeviceMesh) -> None:
+    for block in moe_blocks(model)[:1]:
+        for name, stack in block.experts.named_parameters():
+            logger.info("%s %s", name, describe_expert_shards(tuple(stack.shape), mesh))
 
 
 def _materialize_(model: CausalLM, device: torch.device) -> None:

@@ -96,6 +96,20 @@ def expert_shard_dim(local_shape: tuple[int, ...], num_shards: int) -> int:
     return 1 if too_few_experts and local_shape[1] % num_shards == 0 else 0
 
 
+def describe_expert_shards(shape: tuple[int, ...], mesh: DeviceMesh) -> str:
+    """Say how a stack of `shape` `[E, M, N]` is split, and what that costs where E is too small."""
+    ep_size, num_shards = ep_mesh(mesh).size(), expert_fsdp_mesh(mesh).size(1)
+    local_shape = (shape[0] // ep_size, *shape[1:])
+    dim = expert_shard_dim(local_shape, num_shards)
+    text = (
+        f"{list(shape)}: {local_shape[0]} experts on each of ep={ep_size}, then dim {dim} over "
+        f"dp_shard_mod_ep={num_shards}"
+    )
+    rows_a_shard = -(-local_shape[dim] // num_shards)
+    num_empty = num_shards - -(-local_shape[dim] // rows_a_shard)
+    return text + (f" ({num_empty} shards are empty)" if num_empty else "")
+
+
 def prefetch_next_(units: Sequence[Sequence[nn.Module]]) -> None:
     """Gather the weights of layer i+1 while layer i computes, in the backward those of layer i-1.
 

@@ -70,6 +70,22 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, kind: str, tied: boo
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=2e-6)
 
 
+@torch.no_grad()
+def test_bf16_is_as_exact_as_that_of_transformers(tmp_path: Path) -> None:
+    reference = transformers_model(moe_architecture())
+    reference.save_pretrained(tmp_path)
+    input_ids, _, _ = packed_batch([[12], [12]])
+    exact = reference(input_ids, use_cache=False).logits
+    theirs = reference.bfloat16()(input_ids, use_cache=False).logits
+    with one_rank_mesh() as mesh:
+        model = setup_model(pretrained(tmp_path, compute_dtype="bfloat16"), mesh).eval()
+        ours = model(input_ids, position_ids=torch.arange(12).expand(2, 12), logits=True)
+    assert ours.dtype == torch.bfloat16
+    # The router multiplies in bf16 as theirs does, so both choose alike; 1.2 leaves room for the
+    # order of sums.
+    assert (ours - exact).norm() <= 1.2 * (theirs - exact).norm()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     transformers_model(moe_architecture()).save_pretrained(tmp_path)

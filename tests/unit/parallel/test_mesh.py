@@ -4,7 +4,6 @@ import torch.distributed as dist
 from tests.support.meshes import one_rank_mesh
 from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
-from trainer.parallel.fsdp import expert_shard_dim
 from trainer.parallel.mesh import (
     MeshSizes,
     build_mesh,
@@ -62,14 +61,3 @@ def test_a_mesh_of_many_ranks_needs_their_group(monkeypatch: pytest.MonkeyPatch)
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="WORLD_SIZE=2 but there is no process group"):
         build_mesh(ParallelConfig(), "cpu")
-
-
-@pytest.mark.parametrize(
-    ("local_shape", "num_shards", "dim"),
-    [((4, 64, 32), 4, 0), ((4, 64, 32), 8, 1), ((6, 64, 32), 4, 0), ((4, 63, 32), 8, 0)],
-    ids=["fits", "too-few-experts", "uneven-but-enough", "dim-1-uneven"],
-)
-def test_experts_split_over_dim_1_only_when_there_are_too_few(
-    local_shape: tuple[int, ...], num_shards: int, dim: int
-) -> None:
-    assert expert_shard_dim(local_shape, num_shards) == dim
