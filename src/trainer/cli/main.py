@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from trainer.cli import text
-from trainer.config import RunConfig, SFTConfig, dump_config, load_config
+from trainer.config import RLConfig, RunConfig, SFTConfig, dump_config, load_config
 from trainer.errors import Interrupted, UserError
 from trainer.seat import Seat, read_seat
 
@@ -52,7 +52,7 @@ def _dispatch(args: list[str], seat: Seat) -> None:
         case ["sft" | "rl" | "pretrain" as command, *rest]:
             _train(command, rest, seat)
         case ["plan", "sft" | "rl" | "pretrain" as command, *rest]:
-            from trainer.cli.plan import plan
+            from trainer.cli.planning.command import plan
 
             plan(config_class(command), rest)
         case ["plan", *_]:
@@ -70,8 +70,10 @@ def config_class(command: str) -> type[RunConfig]:
     match command:
         case "sft":
             return SFTConfig
+        case "rl":
+            return RLConfig
         case _:
-            raise UserError(f"{command!r}: not built yet; 'trainer sft' is")
+            raise UserError(f"{command!r}: not built yet; 'trainer sft' and 'trainer rl' are")
 
 
 def _run_function(command: str) -> Callable[..., None]:
@@ -80,8 +82,12 @@ def _run_function(command: str) -> Callable[..., None]:
             from trainer.loops.sft import run_sft
 
             return run_sft
+        case "rl":
+            from trainer.loops.rl import run_rl
+
+            return run_rl
         case _:
-            raise UserError(f"{command!r}: not built yet; 'trainer sft' is")
+            raise UserError(f"{command!r}: not built yet; 'trainer sft' and 'trainer rl' are")
 
 
 def _train(command: str, args: list[str], seat: Seat) -> None:

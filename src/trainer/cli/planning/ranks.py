@@ -1,0 +1,85 @@
+"""One rank of a planned run: its parameters, its optimizer state, its part in Muon's plan."""
+
+from dataclasses import dataclass
+
+import torch
+
+from trainer.cli.planning.parameters import local_numel
+from trainer.config import RunConfig
+from trainer.config.optim import AdamWConfig, DionConfig, MuonConfig, SGDConfig
+from trainer.optim.groups import group_of
+from trainer.optim.kernels.machine import assumed_machine
+from trainer.optim.kernels.select import KernelChoice, choose_kernel
+from trainer.optim.pipeline import NS_DTYPES
+from trainer.optim.plan import Plan, PlannedGroup, PlanOptions, build_plan
+from trainer.optim.pricing import Price, price_plan
+from trainer.optim.setup import plan_groups
+from trainer.optim.spec import ParameterSpec
+from trainer.parallel.devices import GPU
+
+CAPABILITIES = {"h200": (9, 0), "h100": (9, 0), "a100": (8, 0), "b200": (10, 0)}
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds and does."""
+
+    rank: int
+    specs: list[ParameterSpec]
+    num_local: int
+    state_bytes: int
+    plan: Plan | None = None
+    price: Price | None = None
+
+
+def plan_rank(config: RunConfig, specs: list[ParameterSpec], rank: int, gpu: GPU) -> RankPlan:
+    """Plan one rank.
+
+    Raises:
+        UserError: a parameter cannot be orthogonalized as it lies, or a kernel asked for by name
+            does not run on the GPU.
+    """
+    num_local = sum(local_numel(spec) for spec in specs)
+    match config.optim:
+        case MuonConfig():
+            groups = plan_groups(config.optim, specs)
+            made, kernels = _plan_muon(config.optim, groups, gpu)
+            price = price_plan(
+                made,
+                groups,
+                kernels,
+                steps=config.optim.ns_steps,
+                coefficients=config.optim.ns_coefficients,
+            )
+            return RankPlan(rank, specs, num_local, price.state_bytes, made, price)
+        case DionConfig():
+            adamw = sum(local_numel(s) for s in specs if group_of(s.name, s.shape) == "adamw")
+            return RankPlan(rank, specs, num_local, 4 * (num_local + adamw))
+        case AdamWConfig():
+            return RankPlan(rank, specs, num_local, 8 * num_local)
+        case SGDConfig():
+            return RankPlan(rank, specs, num_local, 4 * num_local * (config.optim.momentum > 0))
+
+
+def _plan_muon(
+    config: MuonConfig, groups: list[PlannedGroup], gpu: GPU
+) -> tuple[Plan, list[KernelChoice]]:
+    """Plan with the kernels of a GPU that is not here."""
+    machine = assumed_machine(CAPABILITIES[gpu.name])
+    kernels: list[KernelChoice] = []
+
+    def choose(shape: tuple[int, int, int]) -> tuple[str, str]:
+        choice = choose_kernel(
+            config.kernel,
+            shape=shape,
+            dtype=NS_DTYPES[config.ns_dtype],
+            device=torch.device("cuda"),
+            machine=machine,
+        )
+        kernels.append(choice)
+        return choice.name, choice.reason
+
+    options = PlanOptions(
+        config.ns_dtype, config.replicate, config.max_stack_gib, config.split_gate_up
+    )
+    return build_plan(groups, options, choose), kernels
