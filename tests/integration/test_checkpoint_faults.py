@@ -74,8 +74,8 @@ SAVE_FAULTS = {
     "disk-full-on-rank-1": full_disk,
     "write-fails-on-rank-2": fails_on(2, WRITE),
     "write-fails-on-rank-0": fails_on(0, WRITE),
-    "folder-cannot-be-made": fails_on(0, "trainer.checkpoint.store.start_folder"),
-    "rename-fails": fails_on(0, "trainer.checkpoint.store.publish"),
+    "folder-cannot-be-made": fails_on(0, "trainer.checkpoint.writer.start_folder"),
+    "rename-fails": fails_on(0, "trainer.checkpoint.writer.publish"),
 }
 
 
@@ -209,7 +209,7 @@ def test_message_names_rank_and_cause(ranks: list, case: str, text: str):
         (
             "non-finite",
             "RuntimeError",
-            "rank 1: step_2 is not saved: model.layers.0.mlp.experts.down_proj holds values",
+            "rank 1: model.layers.0.mlp.experts.down_proj holds values that are not finite",
         ),
         ("non-finite-weights", "RuntimeError", "rank 1: weights are not saved: "),
     ],

@@ -18,7 +18,7 @@ from trainer.checkpoint.folder import is_complete
 from trainer.checkpoint.manifest import check_files, read_manifest
 from trainer.checkpoint.safe_load import read_index, read_tensor, tensor_entries
 from trainer.checkpoint.state import MODEL
-from trainer.checkpoint.store import HF_FOLDER
+from trainer.checkpoint.writer import HF_FOLDER
 from trainer.durable import beside, publish, start_folder
 from trainer.errors import UserError
 from trainer.model.hf_files import DEFAULT_SHARD_GIB, GIB, WeightFiles, plan_files, weight_dtype

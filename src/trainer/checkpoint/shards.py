@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from trainer.checkpoint.safe_load import TensorReader
 from trainer.parallel.boxes import Box, local_box, local_part
 
+COPY_AHEAD_BYTES = 10_000_000
+
 
 @dataclass(frozen=True)
 class LocalShard:
@@ -105,9 +107,17 @@ def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None) 
 
     Collective: all ranks of `group`.
     """
+    on_gpu = any(shard.local.is_cuda for shard in shards.values())
+    writer = dcp.FileSystemWriter(
+        str(folder),
+        sync_files=True,
+        # Copying ahead opens a stream on the thread's current GPU, which on a background thread is
+        # GPU 0 for every rank; copies on the host need none.
+        per_thread_copy_ahead=COPY_AHEAD_BYTES if on_gpu else 0,
+    )
     dcp.save(
         dict(shards),
-        storage_writer=dcp.FileSystemWriter(str(folder), sync_files=True),
+        storage_writer=writer,
         planner=_SavePlanner(),
         process_group=group,
     )
@@ -129,3 +139,10 @@ def read_shards(
         planner=_LoadPlanner(),
         process_group=group,
     )
+
+
+def describe_failure(failure: BaseException) -> str:
+    """Return what went wrong, with the ranks it went wrong on; a plain error is rank 0's."""
+    if not isinstance(failure, dcp.CheckpointException):
+        return f"rank 0: {failure}"
+    return "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in failure.failures.items())

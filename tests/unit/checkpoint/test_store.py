@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from tests.support.networks import moe_architecture, packed_batch, random_model
-from trainer.checkpoint import CheckpointStore, store
+from trainer.checkpoint import CheckpointStore, writer
 from trainer.config.optim import AdamWConfig, MuonConfig, OptimizerSection, SGDConfig
 from trainer.errors import UserError
 from trainer.model import setup_model
@@ -86,13 +86,13 @@ def test_asynchronous_save_holds_the_state_at_the_call(
 ):
     model, optimizer = build(mesh, seed=0)
     go = threading.Event()
-    write = store.write_shards
+    write = writer.write_shards
 
     def write_later(*args):
         assert go.wait(20)
         return write(*args)
 
-    monkeypatch.setattr(store, "write_shards", write_later)
+    monkeypatch.setattr(writer, "write_shards", write_later)
     checkpoints = CheckpointStore(root, asynchronous=True)
     progress = {"tokens": 1}
     checkpoints.save(1, model, optimizer, progress)
@@ -174,7 +174,8 @@ def test_non_finite_model_is_never_saved(root: Path, mesh: DeviceMesh, value: fl
     with torch.no_grad():
         model.get_parameter("model.norm.weight").to_local()[3] = value
     with pytest.raises(
-        RuntimeError, match=r"step_2 is not saved: model\.norm\.weight .*step_1 is the latest"
+        RuntimeError,
+        match=r"step_2 could not be saved .*model\.norm\.weight .*step_1 is the latest",
     ):
         checkpoints.save(2, model, optimizer, {})
     assert [path.name for path in root.iterdir()] == ["step_1"]
@@ -204,7 +205,7 @@ def test_failure_to_write_leaves_everything_as_it_was(
         checkpoints.wait()
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, place, fail)
+        patch.setattr(writer, place, fail)
         with pytest.raises(
             RuntimeError,
             match=r"step_2 could not be saved .*No space left on device; the training state is "
@@ -238,7 +239,7 @@ def kill_at(patch: pytest.MonkeyPatch, moment: int) -> list[str]:
     patch.setattr(Path, "mkdir", guard("mkdir", Path.mkdir))
     patch.setattr("shutil.rmtree", guard("rmtree", shutil.rmtree))
     for name in ("write_shards", "write_manifest", "write_companions"):
-        patch.setattr(store, name, guard(name, getattr(store, name)))
+        patch.setattr(writer, name, guard(name, getattr(writer, name)))
     return calls
 
 
@@ -273,10 +274,13 @@ def test_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
     assert fresh.steps() == [3]
 
 
-def test_progress_that_is_not_json_fails_before_anything_is_written(root: Path, mesh: DeviceMesh):
+@pytest.mark.parametrize("bad", [{1, 2}, float("nan")], ids=["set", "nan"])
+def test_progress_that_is_not_json_fails_before_anything_is_written(
+    root: Path, mesh: DeviceMesh, bad: object
+):
     model, optimizer = build(mesh, seed=0)
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        CheckpointStore(root).save(1, model, optimizer, {"bad": {1, 2}})
+    with pytest.raises(RuntimeError, match=r"step_1 could not be saved .*not plain JSON"):
+        CheckpointStore(root).save(1, model, optimizer, {"bad": bad})
     assert not root.exists()
 
 
