@@ -3,7 +3,7 @@
 All iterate five steps with the quintic rows, as ours does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,12 +16,15 @@ ROWS = resolve_coefficients("quintic", 5)
 SEED = "quack_seed"
 
 
-def find_baselines(dtype: torch.dtype, device: torch.device) -> dict[str, Baseline]:
-    """Return the baselines that can run here in `dtype`, by name."""
+def find_baselines(
+    names: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> dict[str, Baseline]:
+    """Return those of the named baselines that can run here in `dtype`."""
     # Every shape is compiled apart; past the default of 8, torch quietly runs the eager code.
     torch._dynamo.config.recompile_limit = 1000
     found: dict[str, Baseline] = {}
-    for name, (dtypes, find) in _FINDERS.items():
+    for name in names:
+        dtypes, find = _FINDERS[name]
         if dtype not in dtypes or (device.type != "cuda" and name != "eager"):
             continue
         try:
@@ -90,3 +93,5 @@ _FINDERS: dict[str, tuple[tuple[torch.dtype, ...], Callable[[], Baseline]]] = {
     SEED: ((_BF16, _FP16), _find_quack_seed),
     "gram_newton_schulz": ((_FP16,), _find_gram_newton_schulz),
 }
+
+BASELINES = list(_FINDERS)

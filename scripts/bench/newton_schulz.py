@@ -10,6 +10,7 @@ For every shape the errors come first, on the six hard inputs (one matrix each) 
 stacks, against fp32; then the times. The last line of output is one JSON object.
 
     python scripts/bench/newton_schulz.py                   # all shapes, bf16 and fp16, on a GPU
+    python scripts/bench/newton_schulz.py --shapes headline --baselines quack_seed --save
     python scripts/bench/newton_schulz.py --tiles           # which tile is fastest, by product
     python scripts/bench/newton_schulz.py --tiny --device cpu
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines import SEED, find_baselines
+from baselines import BASELINES, SEED, find_baselines
 from records import describe_environment, report
 from tile_search import search_tiles
 from timing import Timing, time_interleaved
@@ -40,6 +41,7 @@ NUM_RANKS = 8
 MAX_INPUT_BYTES = 2**30
 """Inputs rotated in a timing: at least two, and no more than this takes together."""
 
+SHAPE_KEYS = ["headline", "others", "thresholds", "models"]
 LARGEST = "largest_singular_value"
 
 Shape = tuple[int, int, int]
@@ -65,7 +67,7 @@ def main() -> None:
     """Run the benchmark."""
     arguments = parse_arguments()
     device = torch.device(arguments.device)
-    shapes = read_shapes("tiny" if arguments.tiny else "table", with_models=not arguments.tiny)
+    shapes = read_shapes(arguments.shapes, is_tiny=arguments.tiny)
     record: dict[str, Any] = {
         "benchmark": "newton_schulz",
         "environment": describe_environment(device),
@@ -78,14 +80,14 @@ def main() -> None:
         for dtype in (getattr(torch, name) for name in arguments.dtypes):
             ceilings[name_of(dtype)] = measure_ceiling(dtype, device, is_tiny=arguments.tiny)
             rows += run_dtype(shapes, dtype, device, arguments, ceilings[name_of(dtype)])
-        headline = read_shapes("tiny" if arguments.tiny else "table", key="headline")
+        headline = read_shapes(["headline"], is_tiny=arguments.tiny)
         record |= {
             "ceiling_tflops": ceilings,
             "rows": [asdict(row) for row in rows],
             "summary": summarize(rows, headline),
         }
         print_summary(record["summary"])
-    report("newton_schulz", record, save=arguments.save)
+    report(arguments.name, record, save=arguments.save)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -96,19 +98,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--kernels", nargs="+", default=["auto", "dense", "symmetric", "gram", "syrk"]
     )
+    parser.add_argument(
+        "--shapes", nargs="+", default=SHAPE_KEYS, choices=SHAPE_KEYS, help="of shapes.toml"
+    )
+    parser.add_argument(
+        "--baselines", nargs="*", default=BASELINES, choices=BASELINES, help="to compare with"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="of measuring, for each shape")
     parser.add_argument("--tiles", action="store_true", help="search tiles instead")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to test this script")
     parser.add_argument("--save", action="store_true", help="keep the record under results/")
+    parser.add_argument("--name", default="newton_schulz", help="of the kept record")
     return parser.parse_args()
 
 
-def read_shapes(table: str, *, with_models: bool = False, key: str | None = None) -> list[Shape]:
-    """Return the stacks of a table (or of one key of it), and of each model's rank, once each."""
+def read_shapes(keys: Sequence[str], *, is_tiny: bool) -> list[Shape]:
+    """Return the stacks of these keys of the table, `models` being each model's rank, once each."""
     content = tomllib.loads(SHAPES.read_text())
-    lists = [content[table][key]] if key else list(content[table].values())
-    shapes: list[Shape] = [tuple(shape) for stacks in lists for shape in stacks]
-    if with_models:
+    table = content["tiny" if is_tiny else "table"]
+    shapes: list[Shape] = [tuple(shape) for key in keys if key != "models" for shape in table[key]]
+    if "models" in keys and not is_tiny:
         for model in content["models"].values():
             shapes += rank_shapes(model)
     return list(dict.fromkeys(shapes))
@@ -148,7 +157,7 @@ def run_dtype(
     rows = []
     for shape in shapes:
         print(f"\n{name_of(dtype)} {'x'.join(map(str, shape))}")
-        variants, choices = find_variants(arguments.kernels, shape, dtype, device)
+        variants, choices = find_variants(arguments, shape, dtype, device)
         errors = measure_errors(variants, shape, dtype, device)
         print_errors(errors)
         timings = time_variants(variants, shape, dtype, device, arguments.seconds)
@@ -163,12 +172,12 @@ def run_dtype(
 
 
 def find_variants(
-    kernels: Sequence[str], shape: Shape, dtype: torch.dtype, device: torch.device
+    arguments: argparse.Namespace, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, Callable[[Tensor], Tensor]], dict[str, KernelChoice]]:
     """Return what runs at this shape, ours and baselines, and the choices behind ours."""
     variants: dict[str, Callable[[Tensor], Tensor]] = {}
     choices = {}
-    for kernel in kernels:
+    for kernel in arguments.kernels:
         try:
             choice = choose_kernel(kernel, shape=shape, dtype=dtype, device=device)
         except UserError as refusal:
@@ -176,7 +185,7 @@ def find_variants(
             continue
         choices[kernel] = choice
         variants[kernel] = lambda X, choice=choice: newton_schulz(X, dtype=dtype, kernel=choice)
-    return variants | find_baselines(dtype, device), choices
+    return variants | find_baselines(arguments.baselines, dtype, device), choices
 
 
 def measure_errors(
