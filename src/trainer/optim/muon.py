@@ -24,11 +24,12 @@ from trainer.optim.gate import FiniteGate
 from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.kernels.select import KernelChoice
 from trainer.optim.newton_schulz import newton_schulz
-from trainer.optim.options import MuonOptions, check_group, plan_with_kernels
+from trainer.optim.options import MuonOptions, check_gradient, check_group, plan_with_kernels
 from trainer.optim.per_matrix import per_matrix_update_
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
 from trainer.optim.plan import PlannedGroup
 from trainer.optim.presence import Presence
+from trainer.optim.pricing import Price, price_plan
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import (
     check_loaded,
@@ -131,6 +132,7 @@ class Muon(torch.optim.Optimizer):
         self._exchange = Exchange(self._device, self._timer)
         self._presence = Presence(self._specs, self._meshes, self._device)
         self._stats: UpdateStats | None = None
+        self._has_checked_gradients = False
         process_groups = make_groups(self.plan, self._meshes)
         self._stacked = StackedStep(
             self.plan,
@@ -143,7 +145,8 @@ class Muon(torch.optim.Optimizer):
     def _plan_step(self, groups: list[NamedGroup]) -> None:
         named = [pair for group in groups for pair in group.named_parameters]
         self._specs, self._meshes = describe_parameters(named)
-        planned, first = [], 0
+        planned: list[PlannedGroup] = []
+        first = 0
         for group, settings in zip(groups, self.param_groups, strict=True):
             stop = first + len(settings["params"])
             planned.append(
@@ -156,6 +159,7 @@ class Muon(torch.optim.Optimizer):
                 )
             )
             first = stop
+        self._planned_groups = planned
         self.plan, self.kernels = plan_with_kernels(planned, self._options, self._device)
 
     # The step.
@@ -178,6 +182,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_capture()
+        self._check_gradients()
         self.settle()
         self._gate.record(finite)
         for group in self.param_groups:
@@ -195,6 +200,14 @@ class Muon(torch.optim.Optimizer):
         self._end_stats(stats)
         self._timer.end_step()
         return loss
+
+    def _check_gradients(self) -> None:
+        """Check, at the first step, that gradients lie as their parameters do."""
+        if self._has_checked_gradients:
+            return
+        self._has_checked_gradients = True
+        for spec, parameter in zip(self._specs, self._parameters, strict=True):
+            check_gradient(spec.name, parameter)
 
     def _gates(self, finite: Tensor | None) -> list[Tensor | None]:
         """Return each parameter's gate: the step is finite and some rank has its gradient."""
@@ -285,6 +298,16 @@ class Muon(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["step"] -= 1
         return was_applied
+
+    def price(self) -> Price:
+        """Return what a step costs on this rank: FLOPs, bytes over each axis, temporaries."""
+        return price_plan(
+            self.plan,
+            self._planned_groups,
+            self.kernels,
+            steps=self._options.ns_steps,
+            coefficients=self._options.ns_coefficients,
+        )
 
     def phase_times(self) -> Callable[[], dict[str, float]]:
         """Return a reader of the last step's metrics; reading waits for the device.

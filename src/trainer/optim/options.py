@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError
-from trainer.optim.coefficients import CoefficientTable
+from trainer.optim.coefficients import CoefficientTable, resolve_coefficients
 from trainer.optim.groups import NamedGroup
 from trainer.optim.kernels.select import KernelChoice, choose_kernel
 from trainer.optim.pipeline import NS_DTYPES
@@ -34,6 +35,26 @@ class MuonOptions:
     stats_interval: int = 0
 
 
+def check_options(options: MuonOptions) -> None:
+    """Check the options that no later step of construction checks.
+
+    Raises:
+        UserError: naming the field as in `[optim]`.
+    """
+    for field, value, allowed in (
+        ("impl", options.impl, ("stacked", "per_matrix")),
+        ("ns_dtype", options.ns_dtype, tuple(NS_DTYPES)),
+        ("replicate", options.replicate, ("share", "repeat")),
+    ):
+        if value not in allowed:
+            raise UserError(f"optim.{field}={value!r}: choose one of {', '.join(allowed)}")
+    if not options.max_stack_gib > 0:
+        raise UserError(
+            f"optim.max_stack_gib={options.max_stack_gib}: must be above 0; the default is 2"
+        )
+    resolve_coefficients(options.ns_coefficients, options.ns_steps)
+
+
 def plan_with_kernels(
     groups: list[PlannedGroup], options: MuonOptions, device: torch.device
 ) -> tuple[Plan, list[KernelChoice]]:
@@ -42,6 +63,7 @@ def plan_with_kernels(
     Raises:
         UserError: a parameter or a kernel asked for is not possible.
     """
+    check_options(options)
     choices: list[KernelChoice] = []
 
     def choose(shape: tuple[int, int, int]) -> tuple[str, str]:
@@ -97,3 +119,26 @@ def _check_matrix(name: str, parameter: Tensor, *, flatten: bool) -> None:
             f"parameter {name} of shape {list(parameter.shape)} and strides {shard.stride()} is no "
             "view of matrices: make it contiguous before building the optimizer"
         ) from error
+
+
+def check_gradient(name: str, parameter: Tensor) -> None:
+    """Check that a gradient can be added to momentum shard by shard.
+
+    Raises:
+        UserError: it is sparse, or lies otherwise than its parameter.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    if gradient.is_sparse:
+        raise UserError(
+            f"the gradient of {name} is sparse: momentum is dense; build its embedding with "
+            "sparse=False"
+        )
+    if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
+        return
+    if gradient.placements != parameter.placements:
+        raise UserError(
+            f"the gradient of {name} has placements {gradient.placements}, the parameter "
+            f"{parameter.placements}: redistribute it to the parameter's before the step"
+        )

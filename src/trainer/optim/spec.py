@@ -102,6 +102,6 @@ def _describe_placement(name: str, placement: Placement) -> AxisPlacement:
             return AxisPlacement(placement.dim)
         case _:
             raise UserError(
-                f"parameter {name} has placement {placement}: an optimizer needs parameters that "
+                f"parameter {name} has placement {placement!r}: an optimizer needs parameters that "
                 "are replicated or sharded; redistribute it first"
             )

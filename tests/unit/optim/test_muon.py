@@ -236,6 +236,23 @@ def test_impossible_settings_are_refused(settings, message) -> None:
         build(tensors(), **settings)
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"ns_steps": 0}, "optim.ns_steps=0"),
+        ({"ns_dtype": "float8"}, "optim.ns_dtype='float8'"),
+        ({"impl": "fast"}, "optim.impl='fast'"),
+        ({"replicate": "both"}, "optim.replicate='both'"),
+        ({"max_stack_gib": 0.0}, "optim.max_stack_gib=0.0"),
+        ({"kernel": "symmetric"}, "symmetric"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_impossible_options_are_refused_when_the_optimizer_is_built(option, message) -> None:
+    with pytest.raises(UserError, match=message):
+        build(tensors(), MuonOptions(**option))
+
+
 def test_a_vector_in_a_muon_group_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"parameter norm of shape \[5\]"):
         Muon([("norm", nn.Parameter(torch.ones(5)))])
