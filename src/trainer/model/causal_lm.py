@@ -4,6 +4,8 @@ Owns what happens between token ids and `TokenOutputs`. Layers, attention, norms
 transformers'. Does not own sharding (`setup.py`). Read next: `moe.py`, `attention.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,7 +58,8 @@ class DenseCausalLM(Qwen3ForCausalLM):
     ) -> Any:
         """Score targets as `forward_tokens` does; without them, run transformers' forward."""
         if target_ids is None and not logits:
-            return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+            with attention_for_decoding(self):
+                return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
         assert input_ids is not None, "a call needs input_ids"
         assert position_ids is not None, "packs are told apart by position_ids"
         assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
@@ -97,7 +100,8 @@ class MoECausalLM(Qwen3MoeForCausalLM):
     ) -> Any:
         """Score targets as `forward_tokens` does; without them, run transformers' forward."""
         if target_ids is None and not logits:
-            return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+            with attention_for_decoding(self):
+                return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
         assert input_ids is not None, "a call needs input_ids"
         assert position_ids is not None, "packs are told apart by position_ids"
         assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
@@ -107,6 +111,20 @@ class MoECausalLM(Qwen3MoeForCausalLM):
 
 
 CausalLM = DenseCausalLM | MoECausalLM
+
+
+@contextmanager
+def attention_for_decoding(model: CausalLM) -> Iterator[None]:
+    """Let transformers' forward, which generation calls token by token, use `sdpa`.
+
+    FlexAttention would build and compile a block mask for every new length.
+    """
+    trained_with = model.config._attn_implementation
+    model.config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = trained_with
 
 
 def forward_tokens(

@@ -134,10 +134,14 @@ def test_compile_compiles_and_keeps_the_numbers(
         assert (compiled[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-def test_generation_with_a_cache_follows_the_logits(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_generation_with_a_cache_follows_the_logits(mesh: DeviceMesh, attention: str) -> None:
     model = setup_model(random_model(moe_architecture()), mesh).eval()
+    model.config._attn_implementation = attention
     ids = torch.tensor([[1, 2, 3]])
     generated = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert model.config._attn_implementation == attention
+    model.config._attn_implementation = model.computation.attention
     with torch.no_grad():
         for _ in range(6):
             positions = torch.arange(ids.shape[1]).unsqueeze(0)
