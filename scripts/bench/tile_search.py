@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from timing import time_interleaved
 
-from trainer.optim.kernels.products import Products
+from trainer.optim.kernels.products import Products, torch_products
 from trainer.optim.kernels.symmetric import Tile, Tiles, quack_products
 
 Shape = tuple[int, int, int]
@@ -53,7 +53,7 @@ def search_tiles(
         products = {"gram": S * S * L, "symmetric": S**3, "apply": 2 * S * S * L}
         for product, flops in products.items():
             tiles = RECTANGLES if product == "apply" else SQUARES
-            calls = {}
+            calls = {"torch": _call(product, torch_products(), wide, A, B, Y)}
             for tile in tiles:
                 chosen = quack_products(
                     capability, Tiles(symmetric=tile, symmetric_large=tile, general=tile)

@@ -178,5 +178,5 @@ def _rounded_apply(
 
 
 def _rounded_shift(dtype: torch.dtype, Z_BMM: Tensor, a: float, out: Tensor) -> None:
-    identity_MM = torch.eye(Z_BMM.shape[-1], dtype=Z_BMM.dtype)
+    identity_MM = torch.eye(Z_BMM.shape[-1], dtype=Z_BMM.dtype, device=Z_BMM.device)
     _store(dtype, Z_BMM + a * identity_MM, out)
