@@ -2,7 +2,9 @@ import errno
 import json
 import logging
 import shutil
+import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -216,6 +218,39 @@ def test_failure_to_write_leaves_everything_as_it_was(
     assert same(values(model), before)
     save()
     assert checkpoints.steps() == [2]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB, where mounting one is allowed."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(point)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "--lazy", str(point)], check=True)
+
+
+def test_disk_that_fills_up_keeps_the_last_checkpoint(small_disk: Path, mesh: DeviceMesh):
+    model, optimizer = build(mesh, seed=0)
+    checkpoints = CheckpointStore(small_disk / "checkpoints")
+    checkpoints.save(1, model, optimizer, {})
+    before = values(model)
+
+    def fill_disk() -> None:
+        for step in range(2, 50):
+            checkpoints.save(step, model, optimizer, {})
+
+    with pytest.raises(RuntimeError, match=r"could not be saved in .*No space left on device"):
+        fill_disk()
+    (last, *_) = sorted(checkpoints.steps(), reverse=True)
+    assert 1 <= last < 49
+    assert len(list(checkpoints.root.iterdir())) == last, "nothing is left of the failed one"
+    checkpoints.load("latest", model, optimizer)
+    assert same(values(model), before)
 
 
 class Killed(BaseException):
