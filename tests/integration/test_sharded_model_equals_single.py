@@ -37,8 +37,11 @@ MODELS = {
     "moe-tied-recomputed": random_model(
         moe_architecture(tie_word_embeddings=True), activation_checkpointing=True
     ),
+    "moe-bf16": random_model(moe_architecture(), compute_dtype="bfloat16"),
     "dense": random_model(dense_architecture()),
 }
+# fp32: sums in another order. bf16: each rank rounds its part of a gradient to 8 bits.
+TOLERANCE = dict.fromkeys(MODELS, 1e-5) | {"moe-bf16": 1.2e-2}
 SPLITS = {
     2: [(1, 2, 1), (1, 2, 2), (2, 1, 1)],
     4: [(1, 4, 1), (1, 4, 2), (1, 4, 4), (2, 2, 1), (2, 2, 2), (4, 1, 1)],
@@ -128,14 +131,14 @@ def test_every_split_equals_a_single_process(single: dict[str, Outcome], world_s
     by_rank = run_ranks(world_size, run_all_splits, world_size, timeout_s=200)
     assert {name for name, _ in by_rank[0]} == set(MODELS)
     for case in by_rank[0]:
-        check_equal(single[case[0]], [outcomes[case] for outcomes in by_rank], case)
+        ranks = [outcomes[case] for outcomes in by_rank]
+        check_equal(single[case[0]], ranks, case, TOLERANCE[case[0]])
 
 
-def check_equal(whole: Outcome, ranks: list[Outcome], case: object) -> None:
+def check_equal(whole: Outcome, ranks: list[Outcome], case: object, tolerance: float) -> None:
     for outcome in ranks:
-        # fp32 sums in another order; measured differences are below 1e-6.
-        assert outcome.loss == pytest.approx(whole.loss, rel=1e-5), case
-        assert outcome.norm == pytest.approx(whole.norm, rel=1e-5), case
+        assert outcome.loss == pytest.approx(whole.loss, rel=tolerance), case
+        assert outcome.norm == pytest.approx(whole.norm, rel=tolerance), case
         assert outcome.norm == ranks[0].norm, case
         assert outcome.finite
     for name, shard in whole.shards.items():
@@ -145,6 +148,6 @@ def check_equal(whole: Outcome, ranks: list[Outcome], case: object) -> None:
             assert np.array_equal(part.weight, shard.weight[part.slices]), (case, name)
             assert part.gradient.shape == part.weight.shape, (case, name)
             difference = np.linalg.norm(part.gradient - shard.gradient[part.slices])
-            assert difference <= 1e-5 * np.linalg.norm(shard.gradient), (case, name)
+            assert difference <= tolerance * np.linalg.norm(shard.gradient), (case, name)
             num_holders[part.slices] += 1
         assert num_holders.min() >= 1, (case, name)
