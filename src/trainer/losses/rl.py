@@ -24,9 +24,8 @@ from torch import Tensor
 from trainer.config.rl import CISPOLossConfig, ClipLossConfig, GSPOLossConfig, LossConfig
 
 SUMS = (
-    "loss",
-    "weight",
     "num_tokens",
+    "nll",
     "ratio",
     "clipped",
     "mismatch_kl",
@@ -73,7 +72,7 @@ class PolicyTerms:
 
     Attributes:
         loss: fp32 0-d, to call `backward()` on.
-        sums: fp64, in the order of `SUMS`; all but loss and weight count each trained token once.
+        sums: fp64, in the order of `SUMS`, each trained token counted once.
         ratio_range: fp64 `[2]`, minus the smallest and the largest ratio; -inf without tokens.
             Both combine by maximum.
     """
@@ -109,9 +108,8 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig, total_weight: Tensor) 
     # Outside trained tokens log-probabilities are 0, but 0 times a non-finite number is not.
     loss = torch.where(is_trained, per_token, 0.0).sum() / total_weight.clamp_min(1e-30)
     measured = {
-        "loss": loss.detach(),
-        "weight": tokens.weights.double().sum(),
         "num_tokens": is_trained.sum(),
+        "nll": _sum(-tokens.log_probs, is_trained),
         "ratio": _sum(ratio, is_trained),
         "clipped": _sum(is_clipped, is_trained),
         "mismatch_kl": _sum(k3(tokens.anchor_log_probs - tokens.sampler_log_probs), is_trained),
@@ -120,7 +118,7 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig, total_weight: Tensor) 
         "entropy": _sum(tokens.entropy, is_trained),
         "reference_kl": _sum(reference_kl, is_trained),
     }
-    sums = torch.stack([measured[name].detach().double() for name in SUMS])
+    sums = torch.stack([measured[name].double() for name in SUMS])
     return PolicyTerms(loss, sums, _range(ratio.detach(), is_trained))
 
 

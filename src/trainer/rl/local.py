@@ -5,8 +5,8 @@ Owns prefill of shared prompts, batching and keeping ranks in step. Decoding is 
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -38,15 +38,24 @@ class LocalEngine:
 
     Args:
         model: From `setup_model`.
+        inference: The context in which the model runs without gradients, and after which its
+            parameters are shards again (`trainer.model.inference`).
         device: Of this rank.
         pad_id: Fills prompts on the left; masked.
         batch_size: Completions decoded at once (at least those of one prompt).
     """
 
     def __init__(
-        self, model: PreTrainedModel, device: torch.device, *, pad_id: int, batch_size: int
+        self,
+        model: PreTrainedModel,
+        inference: Callable[[PreTrainedModel], AbstractContextManager[None]],
+        device: torch.device,
+        *,
+        pad_id: int,
+        batch_size: int,
     ) -> None:
         self._model = model
+        self._inference = inference
         self._device = device
         self._pad_id = pad_id
         self._batch_size = batch_size
@@ -68,7 +77,7 @@ class LocalEngine:
         num_samples = len(requests[0].seeds)
         per_batch = max(1, self._batch_size // num_samples)
         results: list[tuple[Completion, ...]] = []
-        with _generating(self._model):
+        with self._inference(self._model):
             for start in range(0, len(requests), per_batch):
                 batch = requests[start : start + per_batch]
                 completions = self._decode(batch, num_samples, sampling)
@@ -155,18 +164,6 @@ class LocalEngine:
         ids = [[self._pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         return torch.tensor(ids, device=self._device), torch.tensor(mask, device=self._device)
-
-
-@contextmanager
-def _generating(model: PreTrainedModel) -> Iterator[None]:
-    """Put the model into evaluation mode, without gradients, and back."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def _completion(

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.support.meshes import one_rank_mesh
 from tests.support.networks import dense_architecture, moe_architecture, random_model
 from trainer.model import setup_model
+from trainer.model.inference import inference
 from trainer.rl.engine import Request, Sampling
 from trainer.rl.local import LocalEngine
 
@@ -33,7 +35,7 @@ def requests_for(prompts, num_samples=3):
 
 
 def make_engine(model, batch_size=64):
-    return LocalEngine(model, CPU, pad_id=0, batch_size=batch_size)
+    return LocalEngine(model, inference, CPU, pad_id=0, batch_size=batch_size)
 
 
 def trainer_log_probs(model, prompt, ids, temperature):
@@ -123,11 +125,12 @@ def test_each_prompt_goes_through_the_model_once(model):
     assert sum(counted) == num_prompt_tokens + 15 * (longest - 1)
 
 
-def test_no_gradients_and_the_mode_stays(model):
+def test_generation_leaves_the_model_as_it_was(model):
     model.train()
     make_engine(model).generate(requests_for(PROMPTS[:1], 1), SAMPLING)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def test_completions_carry_the_version_that_was_pushed(model):

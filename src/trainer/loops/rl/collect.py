@@ -1,0 +1,240 @@
+"""Rollouts: prompts are dealt to ranks, completed, scored, gathered and compared in groups.
+
+Owns what happens between prompts and advantages, and that its outcome does not depend on the
+number of ranks. Prompts are `prompts.py`'s, completions the engine's, scores `trainer.rl`'s.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerFast
+
+from trainer.config import RLConfig
+from trainer.errors import UserError
+from trainer.loops.rl.prompts import Prompt, PromptStream
+from trainer.parallel.agreement import Ranks
+from trainer.rl.advantages import group_advantages, is_constant
+from trainer.rl.answers import build_extractor
+from trainer.rl.engine import Completion, Engine, Request, Sampling, check_version
+from trainer.rl.rewards import Sample
+from trainer.rl.rollouts import Rollout, rollout_metrics
+from trainer.rl.scoring import Scorer
+
+EVALUATION = 0
+"""Round number whose seeds evaluation uses; rounds of training count from 1."""
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """One round's rollouts, the same on every rank, and what they say.
+
+    Attributes:
+        groups: In the order of the prompts.
+        metrics: By name; of the whole batch.
+    """
+
+    groups: tuple[tuple[Rollout, ...], ...]
+    metrics: dict[str, float]
+
+
+class Collector:
+    """Samples and scores; every rank holds one and all are called together.
+
+    Args:
+        config: Of the run.
+        tokenizer: Decodes completions.
+        engine: Generates.
+        sampling: How.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        engine: Engine,
+        sampling: Sampling,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._sampling = sampling
+        self._extract: Callable[[str], str | None] = build_extractor(config.env.answer)
+        self._scorer = Scorer.from_config(config.env)
+        self._ranks = Ranks()
+
+    def collect(self, stream: PromptStream, round_number: int, version: int) -> RolloutBatch:
+        """Return a batch of groups with advantages.
+
+        Args:
+            stream: Where prompts come from; moved on.
+            round_number: From 1; seeds of the samples.
+            version: Of the live weights, to sample with.
+
+        Raises:
+            UserError: a prompt is bad, or a reward fails and failures end the run.
+            RuntimeError: the engine sampled with other weights.
+
+        Collective: as `complete`, as often on every rank.
+        """
+        rollout, began = self._config.rollout, time.perf_counter()
+        self._engine.push_weights(version)
+        groups = self._next_groups(stream, rollout.num_prompts, round_number, 0)
+        num_resampled = 0
+        for attempt in range(1, rollout.resample + 1):
+            constant = [
+                i for i, group in enumerate(groups) if is_constant([r.reward for r in group])
+            ]
+            if not constant:
+                break
+            first = attempt * rollout.num_prompts
+            fresh = self._next_groups(stream, len(constant), round_number, first)
+            for index, group in zip(constant, fresh, strict=True):
+                groups[index] = group
+            num_resampled += len(constant)
+        seconds = time.perf_counter() - began
+        numbered = tuple(self._compare(group, number) for number, group in enumerate(groups))
+        num_tokens = sum(len(sample.ids) for group in numbered for sample in group)
+        metrics = rollout_metrics(numbered) | {
+            "rollout/resampled_groups": num_resampled,
+            "rollout/weights_version": version,
+            "rollout/tokens_per_second": num_tokens / seconds,
+            "time/rollout": seconds,
+        }
+        return RolloutBatch(numbered, metrics)
+
+    def evaluate(self, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
+        """Return one greedy, scored answer to each prompt.
+
+        Collective: as `complete`.
+        """
+        self._engine.push_weights(version)
+        groups = self.complete(prompts, 1, self._sampling.greedy(), EVALUATION, 0)
+        return [group[0] for group in groups]
+
+    def complete(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        sampling: Sampling,
+        round_number: int,
+        first: int,
+    ) -> list[tuple[Rollout, ...]]:
+        """Complete and score prompts; a group each, in their order, the same on every rank.
+
+        Args:
+            prompts: The same on every rank; not empty.
+            num_samples: Completions of each.
+            sampling: How tokens are chosen.
+            round_number: With the place of a prompt, the seed of its samples.
+            first: Place of the first prompt in the round.
+
+        Raises:
+            UserError: a reward failed and failures end the run; on all ranks.
+            RuntimeError: the engine sampled with other weights than were pushed.
+
+        Collective: prompts are dealt over ranks, the engine generates on all in step; then one
+            all-gather of errors and one of rollouts.
+        """
+        places = range(len(prompts))[self._ranks.rank :: self._ranks.size]
+        dealt = [(first + place, prompts[place]) for place in places]
+        # A rank without a prompt of its own still takes part in every forward pass.
+        num_rounds = -(-len(prompts) // self._ranks.size)
+        filled = dealt + [(first, prompts[0])] * (num_rounds - len(dealt))
+        requests = [
+            Request(
+                prompt.ids,
+                tuple((self._config.seed, round_number, place, i) for i in range(num_samples)),
+            )
+            for place, prompt in filled
+        ]
+        completions = self._engine.generate(requests, sampling)[: len(dealt)]
+        own = self._score_together(dealt, completions)
+        by_rank = self._ranks.gather(own)
+        return [
+            by_rank[place % self._ranks.size][place // self._ranks.size]
+            for place in range(len(prompts))
+        ]
+
+    def _next_groups(
+        self, stream: PromptStream, num_prompts: int, round_number: int, first: int
+    ) -> list[tuple[Rollout, ...]]:
+        prompts = stream.next_prompts(num_prompts)
+        num_samples = self._config.rollout.num_samples
+        return self.complete(prompts, num_samples, self._sampling, round_number, first)
+
+    def _score_together(
+        self,
+        dealt: Sequence[tuple[int, Prompt]],
+        completions: Sequence[tuple[Completion, ...]],
+    ) -> list[tuple[Rollout, ...]]:
+        """Score this rank's completions; a refusal on any rank is raised on all."""
+        groups: list[tuple[Rollout, ...]] = []
+        error = None
+        version = self._engine.weights_version()
+        try:
+            for (_, prompt), group in zip(dealt, completions, strict=True):
+                check_version(group, version)
+                groups.append(tuple(self._rollout(prompt, completion) for completion in group))
+        except UserError as refusal:
+            error = str(refusal)
+        self._ranks.agree(error, UserError)
+        return groups
+
+    def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
+        text = self._text(completion)
+        sample = Sample(
+            question=prompt.question,
+            reference=prompt.reference,
+            completion=text,
+            answer=self._extract(text),
+            row=prompt.row,
+            where=prompt.where,
+            score_task=prompt.score_task,
+        )
+        score = self._scorer.score(sample)
+        return Rollout(
+            group=0,
+            where=prompt.where,
+            prompt=decode(self._tokenizer, prompt.ids),
+            completion=text,
+            answer=sample.answer,
+            reference=prompt.reference,
+            reward=score.reward - self._penalty(completion),
+            scores=score.parts,
+            is_pass=score.is_pass,
+            num_errors=score.num_errors,
+            advantage=0.0,
+            is_truncated=completion.is_truncated,
+            version=completion.version,
+            prompt_ids=prompt.ids,
+            ids=completion.ids,
+            log_probs=completion.log_probs,
+        )
+
+    def _text(self, completion: Completion) -> str:
+        """Return what was written, without the token that ended it."""
+        ids = completion.ids if completion.is_truncated else completion.ids[:-1]
+        return decode(self._tokenizer, ids, skip_special_tokens=True)
+
+    def _penalty(self, completion: Completion) -> float:
+        rollout = self._config.rollout
+        is_penalized = completion.is_truncated and rollout.truncated == "penalize"
+        return rollout.truncation_penalty if is_penalized else 0.0
+
+    def _compare(self, group: Sequence[Rollout], number: int) -> tuple[Rollout, ...]:
+        rewards = [rollout.reward for rollout in group]
+        advantages = group_advantages(rewards, self._config.loss.advantage)
+        return tuple(
+            replace(rollout, group=number, advantage=advantage)
+            for rollout, advantage in zip(group, advantages, strict=True)
+        )
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], *, skip_special_tokens: bool = False
+) -> str:
+    """Return the text of token ids."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    assert isinstance(text, str), "one list of ids is one text"
+    return text
