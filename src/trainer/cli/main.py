@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from trainer.cli import text
 from trainer.config import RLConfig, RunConfig, SFTConfig, dump_config, load_config
+from trainer.config.pretrain import PretrainConfig
 from trainer.errors import Interrupted, UserError
 from trainer.seat import Seat, read_seat
 
@@ -73,7 +74,7 @@ def config_class(command: str) -> type[RunConfig]:
         case "rl":
             return RLConfig
         case _:
-            raise UserError(f"{command!r}: not built yet; 'trainer sft' and 'trainer rl' are")
+            return PretrainConfig
 
 
 def _run_function(command: str) -> Callable[..., None]:

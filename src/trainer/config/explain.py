@@ -110,6 +110,9 @@ def _message(
             return f"{path}.type: not given{where}; choose one of {tags}"
         case "union_tag_invalid":
             return _tag_message(path, value, place, where)
+        case "string_pattern_mismatch":
+            pattern = detail["ctx"]["pattern"] if "ctx" in detail else ""
+            return f"{path}={value!r}: must match {pattern}; correct it{where}"
         case "model_type" | "model_attributes_type":
             example = f"{path}.{_first_key(place)}"
             return f"{path}={value!r}: is a section{where}; set its fields, such as {example}"

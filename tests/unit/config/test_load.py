@@ -1,5 +1,6 @@
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from trainer.config import SFTConfig, dump_config, load_config
+from trainer.cli.main import config_class
+from trainer.config import RLConfig, SFTConfig, dump_config, load_config
 from trainer.config.base import Count, Float, Section
 from trainer.config.optim import AdamWConfig, MuonConfig, SGDConfig
 from trainer.errors import UserError
@@ -359,13 +361,34 @@ def test_values_are_plain_python(load):
     assert json.loads(json.dumps(config.model_dump()))["optim"]["lr"] == 1.0
 
 
-@pytest.mark.parametrize("path", sorted(Path("configs/sft").glob("*.toml")), ids=str)
-def test_ready_config_loads_and_is_written_back_equal(path, tmp_path):
-    config, notes = load_config(SFTConfig, ["@", str(path)])
+COMMAND = re.compile(r"trainer (sft|rl|pretrain)((?: @ \S+| --[\w.-]+ \S+)+)")
+REST = {
+    "sft": '[data.source]\ntype = "files"\npath = "rows"',
+    "rl": '[env.source]\ntype = "reasoning_gym"\ntask = "spell_backward"\nsize = 9',
+    "pretrain": '[data.source]\ntype = "stdlib"',
+}
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").rglob("*.toml")), ids=str)
+def test_ready_config_loads_as_its_heading_says_and_is_written_back_equal(path, tmp_path):
+    heading = "".join(line[1:] for line in path.read_text().splitlines() if line[:1] == "#")
+    command = COMMAND.search(re.sub(r"[\\\s]+", " ", heading))
+    assert command is not None, "the heading names no command"
+    cls = config_class(command[1])
+    yours = tmp_path / "yours.toml"
+    yours.write_text(f'output_dir = "x"\nmax_steps = 1\n{REST[command[1]]}')
+    words = command[2].replace("YOURS.toml", str(yours)).split()
+    assert str(path) in words
+    config, notes = load_config(cls, words)
     assert notes == []
     copy = tmp_path / "copy.toml"
     copy.write_text(dump_config(config))
-    assert load_config(SFTConfig, ["@", str(copy)])[0] == config
+    assert load_config(cls, ["@", str(copy)])[0] == config
+
+
+def test_pattern_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"env.answer.tag='a b': must match \^"):
+        load_config(RLConfig, ["--env.answer.type", "tag", "--env.answer.tag", "a b"])
 
 
 def test_config_imports_without_torch():

@@ -14,7 +14,7 @@ from trainer.cli.planning.text import memory_lines, optimizer_lines
 from trainer.config import RunConfig, load_config
 from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
-from trainer.model.architecture import resolve_architecture
+from trainer.model.architecture import inline_config, resolve_architecture
 from trainer.parallel.devices import GPU, GPUS
 from trainer.parallel.mesh import resolve_sizes
 
@@ -56,7 +56,9 @@ def report(config: RunConfig, world_size: int, gpu: GPU) -> str:
     Raises:
         UserError: the mesh does not fit, a kernel or a placement is refused.
     """
-    hf_config = resolve_architecture(config.model)
+    architecture = config.model.architecture
+    # Shapes given inline are taken as they are: a hub name would need the network to be compared.
+    hf_config = inline_config(architecture) if architecture else resolve_architecture(config.model)
     sizes = resolve_sizes(config.parallel, world_size)
     shapes = global_shapes(hf_config)
     ranks = [

@@ -7,11 +7,12 @@ import torch
 from trainer.cli.planning.parameters import local_numel
 from trainer.config import RunConfig
 from trainer.config.optim import AdamWConfig, DionConfig, MuonConfig, SGDConfig
+from trainer.optim.bucketing import PlannedGroup, PlanOptions
 from trainer.optim.groups import group_of
 from trainer.optim.kernels.machine import assumed_machine
 from trainer.optim.kernels.select import KernelChoice, choose_kernel
 from trainer.optim.pipeline import NS_DTYPES
-from trainer.optim.plan import Plan, PlannedGroup, PlanOptions, build_plan
+from trainer.optim.plan import Plan, build_plan
 from trainer.optim.pricing import Price, price_plan
 from trainer.optim.setup import plan_groups
 from trainer.optim.spec import ParameterSpec

@@ -12,7 +12,7 @@ from trainer.cli.planning.memory import (
     step_memory,
 )
 from trainer.cli.planning.ranks import RankPlan
-from trainer.config import RunConfig, SupervisedConfig
+from trainer.config import RLConfig, RunConfig, SupervisedConfig
 from trainer.config.optim import OptimConfig
 from trainer.model.architecture import QwenConfig
 from trainer.optim.pricing import RATES, Price, predict_ms
@@ -53,12 +53,10 @@ def memory_lines(
 
 
 def _micro_batch(config: RunConfig) -> Shape:
-    num_packs, seq_len = 1, 2048
-    if isinstance(config, SupervisedConfig):
-        num_packs, seq_len = config.data.micro_batch_size, config.data.seq_len
+    assert isinstance(config, SupervisedConfig | RLConfig), "every kind of run has packs"
     return Shape(
-        num_packs,
-        seq_len,
+        config.data.micro_batch_size,
+        config.data.seq_len,
         compute_bytes={"float32": 4, "bfloat16": 2}[config.model.compute_dtype],
         logits_chunk_tokens=config.model.logits_chunk_tokens,
         is_checkpointed=config.model.activation_checkpointing,
