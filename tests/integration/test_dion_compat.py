@@ -152,7 +152,7 @@ def test_the_real_dion_runs_behind_our_interface(dion_muon) -> None:
     ]
     for _, parameter in named:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = setup_optimizer(DionConfig(), named, None)
+    optimizer = setup_optimizer(DionConfig(), named)
     assert isinstance(optimizer, DionMuon)
     before = named[0][1].detach().clone()
     optimizer.step(finite=torch.tensor(False))

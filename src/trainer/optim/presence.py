@@ -3,7 +3,11 @@
 The rule is what a single process would do: a parameter without a gradient on every rank is left
 alone, momentum, decay and all; one with a gradient anywhere is updated everywhere, ranks without
 one counting zeros. A rank that has a gradient knows the answer; only a rank that lacks one reads
-the others', on the device. FSDP2 itself needs a gradient on all ranks or none.
+the others', on the device.
+
+Ranks that hold copies of one shard must all have its gradient or all lack it, as FSDP and DDP leave
+it: a copy cannot be told from zeros without sending it. FSDP2 itself needs a gradient on all ranks
+or none.
 
 Owns the one small all-reduce a step that this takes, on each set of ranks that share meshes.
 """

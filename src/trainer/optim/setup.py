@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 def setup_optimizer(
     config: MuonConfig | AdamWConfig | SGDConfig | DionConfig,
     named_parameters: Iterable[tuple[str, Tensor]],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
 ) -> "Muon | GatedOptimizer":
     """Build the optimizer that the config asks for.
 
@@ -37,7 +37,8 @@ def setup_optimizer(
     Args:
         config: The `[optim]` section.
         named_parameters: Of the sharded model; frozen ones are left out.
-        mesh: The model's root mesh.
+        mesh: The model's root mesh; its first rank logs the routing table. None: one process. How
+            parameters are sharded is read from themselves.
 
     Raises:
         UserError: the request cannot be honoured for these parameters on this machine.
@@ -50,7 +51,8 @@ def setup_optimizer(
     match config:
         case MuonConfig():
             optimizer = _setup_muon(config, groups)
-            logger.info("routing table\n%s", routing_table(optimizer.plan, grouped=True))
+            if mesh is None or mesh.get_rank() == 0:
+                logger.info("routing table\n%s", routing_table(optimizer.plan, grouped=True))
             return optimizer
         case DionConfig():
             return _setup_dion(config, groups)

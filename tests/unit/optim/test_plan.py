@@ -3,6 +3,8 @@ import time
 from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.qwen3_moe import qwen3_30b_a3b
 from trainer.config.optim import MuonConfig
@@ -73,6 +75,29 @@ def test_plans_of_all_ranks_fit_together(sizes, placements) -> None:
             others = tuple(c for axis, c in enumerate(coordinate) if axis not in axes)
             chunks = plan.buckets[index].chunks
             assert partners.setdefault(others, chunks) == chunks
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    replicas=st.integers(1, 3),
+    shards=st.integers(1, 5),
+    split=st.sampled_from([S0, S1]),
+    shapes=st.lists(st.tuples(*[st.integers(1, 12)] * 2), min_size=1, max_size=8),
+    gib=st.sampled_from([2.0, 1e-7, 1e-6]),
+)
+def test_any_world_covers_every_element_once(replicas, shards, split, shapes, gib) -> None:
+    plans = plans_of_all_ranks(shapes, (replicas, shards), (R, split), max_stack_gib=gib)
+    owned = held = 0
+    for plan in plans.values():
+        for bucket in plan.buckets:
+            rows, cols = bucket.local_matrix_shape
+            for chunk in bucket.chunks:
+                owned += bucket.owned_here(chunk)
+                held += (chunk.stop - chunk.start) * rows * cols
+                assert sum(chunk.owned) == chunk.stop - chunk.start
+                assert max(chunk.owned) - min(chunk.owned) <= 1
+    assert owned == len(shapes)
+    assert held == replicas * sum(rows * cols for rows, cols in shapes)
 
 
 def test_leftovers_go_to_the_least_loaded() -> None:

@@ -21,8 +21,7 @@ class Model(nn.Module):
 
 
 def build(config):
-    # Plain tensors need no mesh, and the optimizer reads meshes from parameters alone.
-    return setup_optimizer(config, Model().named_parameters(), mesh=None)
+    return setup_optimizer(config, Model().named_parameters())
 
 
 @pytest.mark.parametrize(
