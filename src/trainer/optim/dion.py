@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from dion import Muon as _DionMuon  # pyright: ignore[reportMissingImports]
+from dion import Muon as _DionMuon  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from torch import Tensor
 
 from trainer.config.optim import DionConfig
