@@ -153,7 +153,11 @@ def _build(hf_config: QwenConfig, computation: Computation) -> CausalLM:
 def _shard_(
     model: CausalLM, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard_after_forward: bool
 ) -> None:
-    """Make each layer's experts, each layer, and what remains FSDP units, inside out."""
+    """Make each layer's experts, each layer, and what remains FSDP units, inside out.
+
+    A router belongs to its layer's unit, whose dtype it shares: it multiplies in the compute dtype
+    and takes its softmax in fp32, as transformers' and inference engines' routers do.
+    """
     units: list[list[nn.Module]] = []
     _log_expert_shards(model, mesh)
     for layer in model.model.layers:

@@ -57,12 +57,16 @@ def clip_gradients_(
 
 def _sum_of_squares(gradients: list[Tensor], local_gradients: list[Tensor]) -> Tensor:
     """Return this rank's share of the sum of squares, fp64, 0-d."""
-    shares = [
-        torch.linalg.vector_norm(local, dtype=torch.float64).square() / _num_copies(whole)
+    held = [
+        (local, _num_copies(whole))
         for whole, local in zip(gradients, local_gradients, strict=True)
+        if local.numel()
     ]
-    if not shares:
+    if not held:
         return torch.zeros((), dtype=torch.float64, device=_world_device())
+    # One fused pass that reads each gradient once; on GPUs no fp64 copy is made of any.
+    norms = torch._foreach_norm([local for local, _ in held], 2, dtype=torch.float64)
+    shares = torch._foreach_div(torch._foreach_mul(norms, norms), [copies for _, copies in held])
     return torch.stack(shares).sum()
 
 

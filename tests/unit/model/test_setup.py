@@ -163,6 +163,18 @@ def test_parameters_are_shards_again_after_inference(
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+def test_layers_keep_whole_weights_for_the_backward_only_if_asked(
+    mesh: DeviceMesh, reshard_after_forward: bool
+) -> None:
+    config = random_model(moe_architecture())
+    model = setup_model(config, mesh, reshard_after_forward=reshard_after_forward)
+    model(torch.tensor([[1, 2]]), position_ids=torch.tensor([[0, 1]]), logits=True)
+    for layer in model.model.layers:
+        is_sharded = isinstance(layer.self_attn.q_proj.weight, DTensor)
+        assert is_sharded == reshard_after_forward
+
+
 @pytest.mark.parametrize(("num_experts", "ep"), [(6, 4), (4, 8)], ids=["uneven", "more-ranks"])
 def test_ep_must_divide_the_experts(num_experts: int, ep: int) -> None:
     with pytest.raises(
