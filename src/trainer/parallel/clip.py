@@ -44,9 +44,12 @@ def clip_gradients_(
 
     Collective: all ranks, one all-reduce of one number.
     """
+    parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     local_gradients = [_local(gradient) for gradient in gradients]
-    total = _sum_of_squares(gradients, local_gradients)
+    # All ranks reduce on the same kind of device, also one that has no gradient.
+    device = parameters[0].device if parameters else torch.device("cpu")
+    total = _sum_of_squares(gradients, local_gradients, device)
     dist.all_reduce(total)
     norm, finite = total.sqrt(), total.isfinite()
     if max_norm is not None and local_gradients:
@@ -55,7 +58,9 @@ def clip_gradients_(
     return GradientNorm(norm=norm, finite=finite)
 
 
-def _sum_of_squares(gradients: list[Tensor], local_gradients: list[Tensor]) -> Tensor:
+def _sum_of_squares(
+    gradients: list[Tensor], local_gradients: list[Tensor], device: torch.device
+) -> Tensor:
     """Return this rank's share of the sum of squares, fp64, 0-d."""
     held = [
         (local, _num_copies(whole))
@@ -63,7 +68,7 @@ def _sum_of_squares(gradients: list[Tensor], local_gradients: list[Tensor]) -> T
         if local.numel()
     ]
     if not held:
-        return torch.zeros((), dtype=torch.float64, device=_world_device())
+        return torch.zeros((), dtype=torch.float64, device=device)
     # One fused pass that reads each gradient once; on GPUs no fp64 copy is made of any.
     norms = torch._foreach_norm([local for local, _ in held], 2, dtype=torch.float64)
     shares = torch._foreach_div(torch._foreach_mul(norms, norms), [copies for _, copies in held])
@@ -85,7 +90,3 @@ def _num_copies(gradient: Tensor) -> int:
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _world_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

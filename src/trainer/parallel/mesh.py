@@ -7,6 +7,7 @@ is sharded over which axis (`fsdp.py`, read next).
 import os
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -74,7 +75,8 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
     Raises:
         UserError: the section does not fit the number of ranks.
 
-    Collective: all ranks; creates the groups of every axis, always in the same order.
+    Collective: all ranks; creates the group of every axis and runs one all-reduce in each, always
+        in the same order.
     """
     if not dist.is_initialized():
         _start_one_rank(device_type)
@@ -84,7 +86,7 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
         (sizes.dp_replicate, sizes.dp_shard_mod_ep, sizes.ep),
         mesh_dim_names=(DP_REPLICATE, DP_SHARD_MOD_EP, EP),
     )
-    dense_mesh(mesh)
+    _warm_up(mesh)
     return mesh
 
 
@@ -108,6 +110,13 @@ def ep_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[EP]
 
 
+def _warm_up(mesh: DeviceMesh) -> None:
+    """Use every group once, in one order: communicators made lazily can deadlock over nodes."""
+    groups = [*mesh.get_all_groups(), dense_mesh(mesh).get_group(DP_SHARD)]
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+
+
 def _start_one_rank(device_type: str) -> None:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != 1:
@@ -115,5 +124,5 @@ def _start_one_rank(device_type: str) -> None:
             f"WORLD_SIZE={world_size} but there is no process group: "
             "call trainer.parallel.world.init_world first"
         )
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
