@@ -4,7 +4,7 @@ Owns their arithmetic and the gating by a device flag. Lists in, so that a pass 
 one kernel for a whole chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,14 +34,15 @@ def update_momentum_(
 
 def directions(
     momenta: Sequence[Tensor], gradients: Sequence[Tensor | None], mu: float, *, nesterov: bool
-) -> list[Tensor]:
-    """Return what is orthogonalized: m, or with Nesterov mu * m + g. Never write to the result."""
-    if not nesterov:
-        return list(momenta)
-    return [
-        m * mu if g is None else (m * mu).add_(g.to(m.dtype))
-        for m, g in zip(momenta, gradients, strict=True)
-    ]
+) -> Generator[Tensor]:
+    """Yield what is orthogonalized: m, or with Nesterov mu * m + g. Never write to the results."""
+    for m, g in zip(momenta, gradients, strict=True):
+        if not nesterov:
+            yield m
+        elif g is None:
+            yield m * mu
+        else:
+            yield (m * mu).add_(g.to(m.dtype))
 
 
 def apply_updates_(

@@ -48,7 +48,7 @@ def per_matrix_update_(
     if parameter.grad is not None:
         gradient = local(parameter.grad)
     update_momentum_([m], [gradient], [gate], group["mu"])
-    u = directions([m], [gradient], group["mu"], nesterov=group["nesterov"])[0]
+    u = next(directions([m], [gradient], group["mu"], nesterov=group["nesterov"]))
     whole = _gather(u, spec, meshes)
     matrices_BMN = as_matrices(whole, flatten=group["flatten"])
     num_blocks = 2 if split_gate_up and is_gate_up(spec.name) else 1

@@ -10,7 +10,7 @@ A chunk that needs no exchange passes through all phases at once. Every rank lau
 order, also where it has nothing to do in a chunk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,11 @@ class _Flight:
     stack_BMN: Tensor | None = None
     update_BMN: Tensor | None = None
     """Updates of this replica's share: slabs as held here."""
+
+    @property
+    def share_size(self) -> int:
+        """Matrices of this replica's share."""
+        return self.share[1] - self.share[0]
 
 
 class StackedStep:
@@ -153,7 +158,7 @@ class StackedStep:
                 group["mu"],
             )
 
-    def _directions(self, flight: _Flight, inputs: StepInputs) -> list[Tensor]:
+    def _directions(self, flight: _Flight, inputs: StepInputs) -> Iterator[Tensor]:
         segments = flight.bucket.segments(*flight.share)
         group = inputs.groups[flight.bucket.group]
         return directions(
@@ -165,11 +170,15 @@ class StackedStep:
 
     def _stack_share(self, flight: _Flight, inputs: StepInputs) -> None:
         """Build the stack of whole matrices that this rank orthogonalizes."""
+        if not flight.share_size:
+            return
         with self._timer.measure("momentum"):
-            u_segments = self._directions(flight, inputs)
-            if u_segments:
-                shape = flight.bucket.rows, flight.bucket.cols
-                flight.stack_BMN = build_stack(u_segments, shape, self._dtype)
+            flight.stack_BMN = build_stack(
+                self._directions(flight, inputs),
+                flight.share_size,
+                (flight.bucket.rows, flight.bucket.cols),
+                self._dtype,
+            )
 
     # Exchange in.
 
@@ -182,11 +191,15 @@ class StackedStep:
         if shards is None:
             self._stack_share(flight, inputs)
             return
-        u_segments = self._directions(flight, inputs)
-        if not u_segments:
+        if not flight.share_size:
             return
         with self._timer.measure("momentum"):
-            message = pack(u_segments, bucket.local_matrix_shape, self._dtype)
+            message = pack(
+                self._directions(flight, inputs),
+                flight.share_size,
+                bucket.local_matrix_shape,
+                self._dtype,
+            )
         owned = bucket.owned_by_replica(flight.chunk, bucket.replica_rank)
         here = bucket.owned_here(flight.chunk)
         flight.transfer = self._exchange.launch_all_to_all(
@@ -249,8 +262,7 @@ class StackedStep:
         if flight.transfer is not None:
             received = self._exchange.wait(flight.transfer)
             flight.transfer = None
-            count = flight.share[1] - flight.share[0]
-            flight.update_BMN = received.view(count, *flight.bucket.local_matrix_shape)
+            flight.update_BMN = received.view(flight.share_size, *flight.bucket.local_matrix_shape)
 
     def _launch_share(self, flight: _Flight, inputs: StepInputs) -> None:
         """Give the other replicas the updates of this replica's share.

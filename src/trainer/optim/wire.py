@@ -5,7 +5,7 @@ values, scaled so that the largest lies in [0.5, 1), then the exponent that was 
 is in `exchange.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,27 +52,32 @@ def _power_of_two(exponents_B: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def pack(u_segments: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def pack(
+    u_segments: Iterable[Tensor], count: int, shape: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
     """Write slabs into a message buffer [B, rows * cols + TAIL], one row a slab.
 
     Args:
-        u_segments: Slabs in order, each segment [local_B, rows, cols]; at least one segment.
+        u_segments: Slabs in order, each segment [local_B, rows, cols]; taken one by one, so that
+            only one need exist at a time. At least one.
+        count: Slabs in all (B).
         shape: Rows and columns of a slab.
         dtype: Of the wire.
     """
     rows, cols = shape
-    count = sum(len(segment) for segment in u_segments)
-    message = u_segments[0].new_empty(count, rows * cols + TAIL, dtype=dtype)
-    values = message[:, : rows * cols].unflatten(1, shape) if rows * cols else None
-    first = 0
+    message, first = None, 0
     for u_BMN in u_segments:
-        stop = first + len(u_BMN)
-        if values is None:
-            exponents_B = _exponents(u_BMN)
+        if message is None:
+            message = u_BMN.new_empty(count, rows * cols + TAIL, dtype=dtype)
+        part = message[first : first + len(u_BMN)]
+        if rows * cols:
+            exponents_B = scale_into_(u_BMN, part[:, : rows * cols].unflatten(1, shape))
         else:
-            exponents_B = scale_into_(u_BMN, values[first:stop])
-        message[first:stop, rows * cols :] = exponents_B[:, None]
-        first = stop
+            exponents_B = _exponents(u_BMN)
+        part[:, rows * cols :] = exponents_B[:, None]
+        first += len(u_BMN)
+    assert message is not None
+    assert first == count
     return message
 
 
@@ -102,19 +107,24 @@ def unpack(blocks: Sequence[Tensor], shapes: Sequence[tuple[int, int]], split_di
     return stack_BMN
 
 
-def build_stack(u_segments: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def build_stack(
+    u_segments: Iterable[Tensor], count: int, shape: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
     """Write whole matrices into a stack [B, M, N] of `dtype`, scaled unless that is float32.
 
-    The exponents are dropped: orthogonalization does not depend on a matrix's scale.
+    The exponents are dropped: orthogonalization does not depend on a matrix's scale. Arguments
+    are `pack`'s.
     """
-    count = sum(len(segment) for segment in u_segments)
-    stack_BMN = u_segments[0].new_empty(count, *shape, dtype=dtype)
-    first = 0
+    stack_BMN, first = None, 0
     for u_BMN in u_segments:
+        if stack_BMN is None:
+            stack_BMN = u_BMN.new_empty(count, *shape, dtype=dtype)
         out_BMN = stack_BMN[first : first + len(u_BMN)]
         if u_BMN.dtype == torch.float32 == dtype:
             out_BMN.copy_(u_BMN)
         else:
             scale_into_(u_BMN, out_BMN)
         first += len(u_BMN)
+    assert stack_BMN is not None
+    assert first == count
     return stack_BMN

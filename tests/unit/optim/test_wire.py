@@ -38,7 +38,7 @@ def test_slabs_of_any_scale_join_to_the_matrix_one_owner_would_scale(dtype, spli
     pieces = [p * s for p, s in zip(pieces, (2.0**-8, 2.0**100, 2.0**97), strict=True)]
     pieces[0] = torch.zeros_like(pieces[0])
     shapes = [(p.shape[1], p.shape[2]) for p in pieces]
-    blocks = [pack([p], s, dtype) for p, s in zip(pieces, shapes, strict=True)]
+    blocks = [pack([p], len(p), s, dtype) for p, s in zip(pieces, shapes, strict=True)]
     joined = unpack(blocks, shapes, split_dim).double()
     whole = torch.cat(pieces, dim=1 + split_dim).double()
     ratio = whole.abs().amax((1, 2)) / joined.abs().amax((1, 2))
@@ -48,19 +48,19 @@ def test_slabs_of_any_scale_join_to_the_matrix_one_owner_would_scale(dtype, spli
 
 def test_empty_slabs_carry_an_exponent_below_all_others() -> None:
     full = torch.rand(2, 3, 4)
-    blocks = [pack([full], (3, 4), torch.float32), pack([full[:, :0]], (0, 4), torch.float32)]
+    blocks = [pack([full], 2, (3, 4), torch.float32), pack([full[:, :0]], 2, (0, 4), torch.float32)]
     assert blocks[1].shape == (2, TAIL)
     joined = unpack(blocks, [(3, 4), (0, 4)], 0)
     assert torch.allclose(joined / joined.norm(), full / full.norm(), rtol=0.5)
 
 
 def test_a_zero_matrix_stays_zero() -> None:
-    block = pack([torch.zeros(1, 2, 2)], (2, 2), torch.float16)
+    block = pack([torch.zeros(1, 2, 2)], 1, (2, 2), torch.float16)
     assert torch.equal(unpack([block], [(2, 2)], 0), torch.zeros(1, 2, 2, dtype=torch.float16))
 
 
 def test_a_float32_stack_is_a_plain_copy() -> None:
     u = torch.rand(2, 3, 4)
-    stack = build_stack([u[:1], u[1:]], (3, 4), torch.float32)
+    stack = build_stack([u[:1], u[1:]], 2, (3, 4), torch.float32)
     assert torch.equal(stack, u)
     assert stack.data_ptr() != u.data_ptr()
