@@ -15,6 +15,8 @@ from trainer.optim.newton_schulz import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # QuACK and cutlass-dsl warn of their own uses while they compile.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 SIXTEEN_BIT = [torch.bfloat16, torch.float16]
