@@ -54,7 +54,7 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Record one step; a value that is not finite is written as null."""
-        record = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
+        record = {"step": step} | {name: plain(value) for name, value in metrics.items()}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         if self._wandb is not None:
@@ -104,7 +104,8 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _plain(value: float | int | None) -> float | int | None:
+def plain(value: float | int | None) -> float | int | None:
+    """Return a number that JSON can hold: None for one that is not finite."""
     return None if value is None or not math.isfinite(value) else value
 
 

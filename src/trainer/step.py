@@ -5,8 +5,8 @@ data order (`trainer.data`), the update (`trainer.optim`) or where records go (`
 Nothing here waits for the device: a step's values are copied aside and read one step later.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from trainer.model.load_balancing import max_violation
 from trainer.optim import Muon
 from trainer.optim.torch_optimizers import GatedOptimizer
 from trainer.parallel.clip import clip_gradients_
+from trainer.parallel.watchdog import set_phase
 from trainer.progress import Progress
 
 
@@ -32,6 +33,8 @@ class StepSettings:
     load_balancing_coef: float
     max_norm: float | None
     max_skipped_steps: int
+    num_sources: int = 0
+    """Sources of data whose losses are measured apart."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +46,29 @@ class StepTotals:
         num_tokens: Tokens, padding excluded.
         trained_tokens: Tokens with a loss.
         num_pairs: Causal (query, key) pairs inside documents, for the FLOPs of attention.
+        source_weights: Of `weight`, what each source of data has, by its index.
     """
 
     weight: float
     num_tokens: int
     trained_tokens: int
     num_pairs: int
+    source_weights: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, packs: Sequence[Pack]) -> "StepTotals":
         """Count the packs of one global step."""
         documents = [document for pack in packs for document in pack.documents]
+        source_weights: dict[int, float] = {}
+        for document in documents:
+            weight = source_weights.get(document.source, 0.0) + float(document.weights.sum())
+            source_weights[document.source] = weight
         return cls(
-            weight=sum(float(document.weights.sum()) for document in documents),
+            weight=sum(source_weights.values()),
             num_tokens=sum(len(document) for document in documents),
             trained_tokens=sum(pack.num_trained for pack in packs),
             num_pairs=sum(len(document) * (len(document) + 1) // 2 for document in documents),
+            source_weights=source_weights,
         )
 
 
@@ -170,10 +180,12 @@ class TrainStep:
         Collective: as a call.
         """
         clock.mark("forward")
+        set_phase("forward and backward")
         sums, max_vio = self._accumulate_gradients(losses)
         clock.mark("backward")
         gradient = clip_gradients_(self.model.parameters(), self.settings.max_norm)
         finite = gradient.finite & sums[:2].isfinite().all()
+        set_phase("optimizer")
         self.settle()
         lr = self._set_learning_rates()
         self.optimizer.step(finite=finite)
@@ -245,7 +257,17 @@ class TrainStep:
             load_balancing_coef=self.settings.load_balancing_coef,
         )
         sums = torch.stack([terms.cross_entropy, terms.load_balancing]).double()
+        sums = torch.cat([sums, self._source_losses(batch, outputs.log_probs_PS)])
         return MicroLoss(terms.total, sums, outputs.expert_counts_LE)
+
+    def _source_losses(self, batch: PackedBatch, log_probs_PS: Tensor) -> Tensor:
+        """Return each source's summed loss, fp64, not divided by anything."""
+        num_sources = self.settings.num_sources
+        sums = log_probs_PS.new_zeros(num_sources, dtype=torch.float64)
+        if num_sources:
+            losses_PS = -(batch.weights_PS * log_probs_PS.detach()).double()
+            sums.index_add_(0, batch.sources_PS.flatten(), losses_PS.flatten())
+        return sums
 
     def _set_learning_rates(self) -> float:
         factor = self.factor(self.progress.num_applied)

@@ -105,10 +105,9 @@ def kill_at_random(
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors but the generators that nothing in a run seeds or draws from."""
+    """Return all tensors, the random generators included."""
     index = read_index(checkpoint)
-    names = index.state_dict_metadata.keys() - {"rng.0.numpy", "rng.0.python"}
-    return {name: read_tensor(checkpoint, index, name) for name in sorted(names)}
+    return {name: read_tensor(checkpoint, index, name) for name in index.state_dict_metadata}
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 
 
+def seed_all(seed: int) -> None:
+    """Seed every generator that a checkpoint holds."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 def rng_state() -> dict[str, Tensor]:
     """Return this rank's generators by name, each a uint8 vector on the CPU."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)

@@ -6,15 +6,15 @@ the loops' (`supervised.py`); what a step does is `trainer.step`'s.
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerFast
 
 from trainer.checkpoint import CheckpointStore, compare_configs, refusal_message
+from trainer.checkpoint.rng import seed_all
 from trainer.config import RunConfig
 from trainer.errors import UserError
 from trainer.loops.display import Display
@@ -27,6 +27,7 @@ from trainer.optim import setup_optimizer
 from trainer.parallel import build_mesh
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.signals import StopSignal
+from trainer.parallel.watchdog import set_phase
 from trainer.parallel.world import World, use_deterministic_algorithms
 from trainer.progress import Progress
 from trainer.schedule import build_schedule
@@ -37,7 +38,11 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def open_run(
-    config: RunConfig, world: World, tokenizer: PreTrainedTokenizerFast, kind: str
+    config: RunConfig,
+    world: World,
+    tokenizer: PreTrainedTokenizerFast,
+    kind: str,
+    source_names: Sequence[str] = (),
 ) -> Iterator[tuple[Run, dict[str, Any] | None]]:
     """Build everything a run needs, resume it if asked, and close it in order.
 
@@ -46,6 +51,7 @@ def open_run(
         world: Of this process.
         tokenizer: Of the data; saved with the weights.
         kind: The display's title.
+        source_names: Of the sources of data, to record the loss of each.
 
     Yields:
         The run, and the data position to continue from (None: from the start).
@@ -56,7 +62,7 @@ def open_run(
     Collective: all ranks; building the mesh, the model and the optimizer, then loading.
     """
     use_deterministic_algorithms(config.deterministic, world.device)
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     folder = Path(config.output_dir)
     ranks = Ranks()
     store = CheckpointStore(
@@ -70,19 +76,22 @@ def open_run(
     saved = None if resume_step is None else store.read_progress(resume_step)
     if saved is not None:
         _check_config_changes(saved["config"], config, world)
-    step = _build_step(config, world, saved)
+    set_phase("set-up", is_timed=False)
+    step = _build_step(config, world, saved, len(source_names))
     _check_vocabulary(step.model.config.vocab_size, tokenizer)
     if resume_step is not None:
         store.load(resume_step, step.model, step.optimizer)
     with ExitStack() as stack:
         stop_signal = stack.enter_context(StopSignal(has_launcher=world.size > 1))
-        run = Run(config, world, tokenizer, step, store, stop_signal)
+        run = Run(config, world, tokenizer, step, store, stop_signal, source_names)
         _open_record(run, saved, kind, stack, ranks)
         yield run, None if saved is None else saved["data"]
         store.wait()
 
 
-def _build_step(config: RunConfig, world: World, saved: dict[str, Any] | None) -> TrainStep:
+def _build_step(
+    config: RunConfig, world: World, saved: dict[str, Any] | None, num_sources: int
+) -> TrainStep:
     mesh = build_mesh(config.parallel, world.device.type)
     model = setup_model(
         config.model,
@@ -95,6 +104,7 @@ def _build_step(config: RunConfig, world: World, saved: dict[str, Any] | None) -
         load_balancing_coef=config.model.load_balancing_coef,
         max_norm=config.optim.max_norm,
         max_skipped_steps=config.optim.max_skipped_steps,
+        num_sources=num_sources,
     )
     progress = Progress() if saved is None else Progress.from_state(saved["progress"])
     factor = build_schedule(config.scheduler, config.max_steps)

@@ -5,6 +5,7 @@ copied aside; reading them is what waits, one step after they were made.
 """
 
 import resource
+from collections.abc import Sequence
 
 import torch
 
@@ -53,6 +54,22 @@ def step_metrics(
     if is_moe:
         metrics |= {"max_vio/mean": max_vio, "loss/load_balancing": load_balancing}
     return metrics | record.phase_times()
+
+
+def source_losses(record: StepRecord, names: Sequence[str]) -> dict[str, float]:
+    """Return `loss/<name>` of each source that the step trained on.
+
+    Args:
+        record: Of a supervised step, with the sources' sums behind its four values.
+        names: Of the sources, by index.
+    """
+    sums = record.values.read()[4 : 4 + len(names)].tolist()
+    weights = record.totals.source_weights
+    return {
+        f"loss/{name}": total / weights[index]
+        for index, (name, total) in enumerate(zip(names, sums, strict=True))
+        if weights.get(index, 0.0) > 0
+    }
 
 
 def peak_memory_gib(device: torch.device) -> float:

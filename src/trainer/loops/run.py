@@ -19,12 +19,13 @@ from trainer.config.data import BatchConfig
 from trainer.data import Pack, PackedBatch, micro_batches
 from trainer.loops.display import Display
 from trainer.loops.due import is_due
-from trainer.loops.record import step_metrics
-from trainer.metrics import Metrics, MetricsWriter
+from trainer.loops.record import source_losses, step_metrics
+from trainer.metrics import Metrics, MetricsWriter, plain
 from trainer.model.causal_lm import CausalLM
 from trainer.model.export import save_hf_weights
 from trainer.model.flops import training_flops
 from trainer.parallel.signals import StopSignal
+from trainer.parallel.watchdog import set_phase
 from trainer.parallel.world import World
 from trainer.progress import Progress
 from trainer.step import StepRecord, TrainStep
@@ -48,6 +49,7 @@ class Run:
         step: Runs one optimizer step; holds model, optimizer and progress.
         store: Checkpoints.
         stop_signal: SIGTERM and SIGINT, agreed over ranks.
+        source_names: Of the sources of data whose losses are recorded apart.
 
     Attributes:
         writer: Metrics; rank 0 only.
@@ -62,6 +64,7 @@ class Run:
         step: TrainStep,
         store: CheckpointStore,
         stop_signal: StopSignal,
+        source_names: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.world = world
@@ -69,6 +72,7 @@ class Run:
         self.step = step
         self.store = store
         self.stop_signal = stop_signal
+        self.source_names = tuple(source_names)
         self.folder = Path(config.output_dir)
         self.writer: MetricsWriter | None = None
         self.display: Display | None = None
@@ -133,6 +137,7 @@ class Run:
         weights_due = is_due(ckpt.weights_interval, step, last)
         if not (state_due or weights_due):
             return
+        set_phase("save")
         self.step.settle()
         step_metrics = self._take_pending()
         began = time.perf_counter()
@@ -185,7 +190,9 @@ class Run:
             device=self.device,
             is_moe=isinstance(self.model.config, Qwen3MoeConfig),
         )
-        return {"step": record.step} | metrics | pending.more
+        by_source = source_losses(record, self.source_names)
+        measured = {"step": record.step} | metrics | by_source | pending.more
+        return {name: plain(value) for name, value in measured.items()}
 
     def _write(self, step: int, metrics: Metrics) -> None:
         if self.writer is not None:

@@ -4,7 +4,7 @@ Owns the order. What a run consists of is put together in `assembly.py`; what a 
 `trainer.step`; what is measured is `record.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from trainer.clock import Clock
@@ -13,6 +13,7 @@ from trainer.data import Pack, pack_fill
 from trainer.errors import Interrupted
 from trainer.loops.due import is_due
 from trainer.loops.run import Run
+from trainer.parallel.watchdog import set_phase
 from trainer.step import StepTotals
 
 
@@ -20,7 +21,7 @@ class PackStream(Protocol):
     """An endless stream of packs in one global order, the same on every rank."""
 
     @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> Mapping[str, float]:
         """What was read and left out so far, by reason."""
         ...
 
@@ -59,11 +60,13 @@ def train(
     while run.progress.step < config.max_steps:
         clock = Clock(run.device)
         clock.mark("start")
+        set_phase("data", is_timed=False)
         packs = stream.next_packs(config.data.batch_size)
         record = run.step(clock, run.micro_batches(packs, config.data), StepTotals.of(packs))
         fill = pack_fill(packs, config.data.seq_len)
         run.log(record, {"data/pack_fill": fill} | _data_counts(stream))
         if is_due(config.val.interval, record.step, config.max_steps):
+            set_phase("evaluate")
             run.log_more(evaluate())
         stopped_by = run.stop_signal.agreed()
         run.save_if_due(stream.state_dict(), now=stopped_by is not None)
