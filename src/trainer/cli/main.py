@@ -62,6 +62,10 @@ def _dispatch(args: list[str], seat: Seat) -> None:
             from trainer.cli.export import export
 
             export(rest)
+        case ["tokenize", *rest]:
+            from trainer.cli.tokenize import tokenize_command
+
+            tokenize_command(rest)
         case [unknown, *_]:
             raise UserError(f"{unknown!r}: no such command; {text.COMMANDS_HINT}")
 
@@ -88,7 +92,9 @@ def _run_function(command: str) -> Callable[..., None]:
 
             return run_rl
         case _:
-            raise UserError(f"{command!r}: not built yet; 'trainer sft' and 'trainer rl' are")
+            from trainer.loops.pretrain import run_pretrain
+
+            return run_pretrain
 
 
 def _train(command: str, args: list[str], seat: Seat) -> None:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from trainer.config import schema
 
-COMMANDS_HINT = "commands are sft, rl, pretrain, plan, export; see 'trainer --help'"
+COMMANDS_HINT = "commands are sft, rl, pretrain, plan, tokenize, export; see 'trainer --help'"
 
 USAGE = """\
 usage: trainer COMMAND …
@@ -21,6 +21,7 @@ usage: trainer COMMAND …
   pretrain  @ FILE.toml [--section.field VALUE …]   pretraining
   plan      sft|rl|pretrain @ FILE.toml [--world-size N] [--gpu NAME]
                                                     memory and optimizer plan; no ranks, no GPU
+  tokenize  SRC DST [--tokenizer NAME]              token shards from text, for pretraining
   export    CHECKPOINT OUT [--dtype NAME]           Hugging Face weights from a checkpoint
 
 Several '@ FILE' compose: later files win over earlier ones, flags over files.

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import Bool, Count, OpenFraction, PositiveFloat, Section
+from trainer.config.base import Bool, Count, NonNegativeFloat, OpenFraction, PositiveFloat, Section
 from trainer.config.data import BatchConfig, IntervalConfig
 from trainer.config.sft import SupervisedConfig
 
@@ -89,6 +89,9 @@ class PretrainDataConfig(BatchConfig):
     split_documents: Bool = True
     """Fill packs to the brim, a document going on in the next pack; false: best fit of whole
     documents, only those longer than `seq_len` are cut."""
+    pack_lookahead: Count = 64
+    """Documents of a source open at once: packs take turns among them, or fit the best; 1: one
+    document after another."""
     attend_across_documents: Bool = False
     """Whether a document sees those before it in its pack; false: attention stays inside."""
 
@@ -106,7 +109,7 @@ class PretrainValConfig(IntervalConfig):
     prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Continued before and after training."""
     max_new_tokens: Count = 128
-    temperature: Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)] = 0.0
+    temperature: NonNegativeFloat = 0.8
     """Of those continuations; 0: always the most likely token."""
 
     @model_validator(mode="after")

@@ -35,8 +35,8 @@ class SampleEncoder:
         self._backend.no_padding()
         # Offsets that leave out leading spaces would hide a token that crosses into trained text.
         self._backend.post_processor = processors.ByteLevel(trim_offsets=False)
-        self._start_ids = _start_ids(tokenizer)
-        self._eos_id = _eos_id(tokenizer)
+        self._start_ids = start_ids(tokenizer)
+        self._eos_id = eos_id(tokenizer)
 
     def encode(self, row: Row) -> list[Sample]:
         """Return the row's samples: one, or several if the template rewrites earlier turns.
@@ -97,7 +97,7 @@ class SampleEncoder:
         return Sample(np.asarray(encoding.ids, dtype=np.int64), weights)
 
 
-def _start_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def start_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Return what the tokenizer puts before a text of its own accord (its BOS token, if any).
 
     Judged by position, not by id: a BOS equal to the EOS is kept at both ends.
@@ -110,11 +110,16 @@ def _start_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return []
 
 
-def _eos_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    eos_id = tokenizer.eos_token_id
-    if not isinstance(eos_id, int):
+def eos_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the token that ends a text.
+
+    Raises:
+        UserError: there is none.
+    """
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
         raise UserError(
             f"data.tokenizer: its eos_token is {tokenizer.eos_token!r}, so answers would never "
             "end: set one in its tokenizer_config.json"
         )
-    return eos_id
+    return end

@@ -100,6 +100,7 @@ class PackedBatch:
         target_ids_PS: int64, already shifted; -100 where nothing is trained.
         weights_PS: float32, 0 where nothing is trained.
         token_mask_PS: bool, False for padding.
+        sources_PS: int64, index in the mix of the source that a token is of; 0 for padding.
         num_tokens: positions that are no padding.
         num_trained: positions with a target.
     """
@@ -109,6 +110,7 @@ class PackedBatch:
     target_ids_PS: Tensor
     weights_PS: Tensor
     token_mask_PS: Tensor
+    sources_PS: Tensor
     num_tokens: int
     num_trained: int
 
@@ -120,6 +122,7 @@ class PackedBatch:
             self.target_ids_PS.to(device, non_blocking=True),
             self.weights_PS.to(device, non_blocking=True),
             self.token_mask_PS.to(device, non_blocking=True),
+            self.sources_PS.to(device, non_blocking=True),
             self.num_tokens,
             self.num_trained,
         )
@@ -211,6 +214,7 @@ def collate(
     targets = np.full(shape, MASKED, dtype=np.int64)
     weights = np.zeros(shape, dtype=np.float32)
     token_mask = np.zeros(shape, dtype=bool)
+    sources = np.zeros(shape, dtype=np.int64)
     for row in range(num_packs):
         start = 0
         for document in packs[row].documents if row < len(packs) else ():
@@ -220,6 +224,7 @@ def collate(
             targets[row, start:stop] = document.targets
             weights[row, start:stop] = document.weights
             token_mask[row, start:stop] = True
+            sources[row, start:stop] = document.source
             start = stop
         positions[row, start:] = np.arange(seq_len - start)
     return PackedBatch(
@@ -228,6 +233,7 @@ def collate(
         torch.from_numpy(targets),
         torch.from_numpy(weights),
         torch.from_numpy(token_mask),
+        torch.from_numpy(sources),
         sum(pack.num_tokens for pack in packs),
         sum(pack.num_trained for pack in packs),
     )

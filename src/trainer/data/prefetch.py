@@ -5,21 +5,40 @@ that behind the last batch handed out, never that behind the one in preparation.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.data.packing import Pack
-from trainer.data.stream import SFTStream
+
+
+class Stream(Protocol):
+    """What can be prepared ahead; its state has `counts`."""
+
+    @property
+    def epochs(self) -> list[float]:
+        """How often each source has been gone through."""
+        ...
+
+    def next_packs(self, num_packs: int) -> list[Pack]:
+        """Return the next packs of the global order."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last pack."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position."""
 
 
 class PrefetchedStream:
-    """Hands out batches of an `SFTStream`, one batch ahead.
+    """Hands out batches of a stream, one batch ahead.
 
     Args:
         stream: not to be used by anyone else.
         num_packs: packs of a batch (`data.batch_size`).
     """
 
-    def __init__(self, stream: SFTStream, num_packs: int) -> None:
+    def __init__(self, stream: Stream, num_packs: int) -> None:
         self._stream = stream
         self._num_packs = num_packs
         self._state = stream.state_dict()
@@ -28,7 +47,7 @@ class PrefetchedStream:
         self._ahead: Future[tuple[list[Pack], dict[str, Any], list[float]]] | None = None
 
     @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         """What was read and left out up to the last batch, by reason."""
         return dict(self._state["counts"])
 
@@ -41,7 +60,7 @@ class PrefetchedStream:
         """Return the next batch; another size than that of the constructor is an error.
 
         Raises:
-            UserError: as `SFTStream.next_packs`, when the batch's turn has come.
+            UserError: as the stream's `next_packs`, when the batch's turn has come.
         """
         assert num_packs == self._num_packs, (num_packs, self._num_packs)
         ahead = self._ahead or self._executor.submit(self._prepare)

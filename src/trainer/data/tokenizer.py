@@ -50,27 +50,42 @@ def _byte_vocabulary() -> dict[str, int]:
 
 
 def setup_tokenizer(config: DataConfig, model_name: str | None) -> PreTrainedTokenizerFast:
-    """Return the run's tokenizer: `data.tokenizer`, else the model's, else the built-in one.
-
-    A padding token is added where there is none (the end-of-text token: padding is never trained),
-    and `data.chat_template` replaces the tokenizer's template.
+    """Return the run's tokenizer with `data.chat_template` in place of its own template.
 
     Args:
         config: the `data` section.
-        model_name: `model.name`, a folder or hub name. A folder without tokenizer files counts as
-            having none.
+        model_name: `model.name`.
+
+    Raises:
+        UserError: as `choose_tokenizer`, or the template cannot be read.
+    """
+    tokenizer = choose_tokenizer(config.tokenizer, model_name)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _read_template(config.chat_template)
+    return tokenizer
+
+
+def choose_tokenizer(
+    name: str | None, model_name: str | None, *, field: str = "data.tokenizer"
+) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that is named, else the model's, else the built-in one.
+
+    A padding token is added where there is none (the end-of-text token: padding is never trained).
+
+    Args:
+        name: a folder or hub name.
+        model_name: `model.name`, likewise. A folder without tokenizer files counts as having none.
+        field: what `name` is called where the user gives it.
 
     Raises:
         UserError: the tokenizer cannot be loaded, or is not a fast one.
     """
-    if config.tokenizer is not None:
-        tokenizer = _load(config.tokenizer, "data.tokenizer")
+    if name is not None:
+        tokenizer = _load(name, field)
     elif model_name is not None and not _is_folder_without_tokenizer(model_name):
         tokenizer = _load(model_name, "model.name")
     else:
         tokenizer = build_byte_tokenizer()
-    if config.chat_template is not None:
-        tokenizer.chat_template = _read_template(config.chat_template)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -1,0 +1,146 @@
+"""Data sets of the hub as pages: downloaded and memory-mapped, or streamed.
+
+Owns what differs between the two. A downloaded set is shuffled row by row over all of it. A stream
+gives its files in shuffled order and shuffles within windows of rows; going back into the middle
+of a file reads that file again up to there, whatever came before it.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from trainer.config.pretrain import HubTextSource
+from trainer.data.text.pages import Cursor, Page, Shuffle
+from trainer.errors import UserError
+
+PAGE_ROWS = 1024
+
+
+class TablePages:
+    """A memory-mapped `datasets.Dataset`, `PAGE_ROWS` rows at once.
+
+    Args:
+        table: the data set.
+        column: that holds the text.
+        shuffle: order of rows.
+    """
+
+    def __init__(self, table: Any, column: str, shuffle: Shuffle) -> None:
+        self._table = table
+        self._column = column
+        self._shuffle = shuffle
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Number of rows."""
+        return {"rows": len(self._table)}
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of an epoch."""
+        return -(-len(self._table) // PAGE_ROWS)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the table, all columns."""
+        return self._table.data.nbytes
+
+    def page(self, epoch: int, cursor: Cursor) -> Page:
+        """Read the rows of a page."""
+        number, total = cursor[0], len(self._table)
+        stop = min((number + 1) * PAGE_ROWS, total)
+        rows = [self._shuffle.place(i, total, epoch) for i in range(number * PAGE_ROWS, stop)]
+        texts = [text for text in self._table[rows][self._column] if text]
+        return Page(texts, (number + 1,) if stop < total else None)
+
+    def fraction(self, cursor: Cursor) -> float:
+        """Return the part of the rows before a cursor."""
+        return min(1.0, cursor[0] * PAGE_ROWS / len(self._table))
+
+
+class StreamPages:
+    """A `datasets.IterableDataset`, `PAGE_ROWS` rows of one of its files at once.
+
+    A cursor is (files before it, rows of its file before it); (0,) stands for (0, 0).
+
+    Args:
+        stream: the data set.
+        column: that holds the text.
+        shuffle: order of files, and of the rows of a page.
+    """
+
+    def __init__(self, stream: Any, column: str, shuffle: Shuffle) -> None:
+        self._stream = stream
+        self._column = column
+        self._shuffle = shuffle
+        self._num_files = stream.num_shards
+        self._open: tuple[int, Cursor, Iterator[str]] | None = None
+        """Epoch and cursor at which the rows that follow are at hand."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Number of files."""
+        return {"files": self._num_files}
+
+    def page(self, epoch: int, cursor: Cursor) -> Page:
+        """Read the next rows."""
+        file, row = cursor if len(cursor) == 2 else (cursor[0], 0)
+        rows = self._rows(epoch, (file, row))
+        texts = list(islice(rows, PAGE_ROWS))
+        following: Cursor | None
+        if len(texts) == PAGE_ROWS:
+            following = (file, row + PAGE_ROWS)
+            self._open = (epoch, following, rows)
+        else:
+            following = (file + 1, 0) if file + 1 < self._num_files else None
+            self._open = None
+        kept = [text for text in texts if text]
+        return Page(self._shuffle.reorder(kept, epoch, file, row), following)
+
+    def fraction(self, cursor: Cursor) -> float:
+        """Return the part of the files before a cursor."""
+        return cursor[0] / self._num_files
+
+    def _rows(self, epoch: int, cursor: Cursor) -> Iterator[str]:
+        if self._open is not None and self._open[:2] == (epoch, cursor):
+            return self._open[2]
+        file, row = cursor
+        index = self._shuffle.place(file, self._num_files, epoch)
+        shard = self._stream.shard(num_shards=self._num_files, index=index)
+        return (item[self._column] for item in (shard.skip(row) if row else shard))
+
+
+def open_hub(source: HubTextSource, field: str, shuffle: Shuffle) -> TablePages | StreamPages:
+    """Open a data set of the hub.
+
+    Args:
+        source: from the config.
+        field: its name there, for messages.
+        shuffle: of this source.
+
+    Raises:
+        UserError: it cannot be loaded, has no such column, or no rows.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        loaded: Any = datasets.load_dataset(
+            source.path, source.subset, split=source.split, streaming=source.streaming
+        )
+    except (OSError, ValueError, ConnectionError) as error:
+        raise UserError(
+            f"{field}.path={source.path!r} (subset={source.subset!r}, split={source.split!r}) "
+            f"cannot be loaded: {error}"
+        ) from error
+    names = loaded.column_names
+    if names is not None and source.column not in names:
+        raise UserError(
+            f"{field}.column={source.column!r}: {source.path} has the columns {', '.join(names)}; "
+            "name the one that holds the text"
+        )
+    if source.streaming:
+        return StreamPages(loaded, source.column, shuffle)
+    if len(loaded) == 0:
+        raise UserError(f"{field}.path={source.path!r} has no rows: give a source with some")
+    return TablePages(loaded, source.column, shuffle)

@@ -1,0 +1,153 @@
+"""Opens the sources of a pretraining run.
+
+Owns which files of a folder are read and what a source is called. Reads no documents.
+"""
+
+import os
+import sysconfig
+from pathlib import Path
+
+from trainer.config.pretrain import (
+    HubTextSource,
+    PretrainMixSource,
+    PretrainSource,
+    SinglePretrainSource,
+    StdlibSource,
+    TextFilesSource,
+    TokensSource,
+)
+from trainer.data.shards.manifest import read_manifest
+from trainer.data.shards.reader import TokenPages, check_shards
+from trainer.data.text.encode import TokenizerIdentity
+from trainer.data.text.files import FileBlocks, FilePages
+from trainer.data.text.hub import TablePages, open_hub
+from trainer.data.text.pages import NumberedPages, PagedSource, Shuffle
+from trainer.data.text.parquet import ParquetPages
+from trainer.errors import UserError
+
+PARQUET = ".parquet"
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+STDLIB_BLOCK_BYTES = 1 << 18
+
+
+def single_sources(source: PretrainSource) -> tuple[SinglePretrainSource, ...]:
+    """Return the sources of a mix, or the one source."""
+    return source.sources if isinstance(source, PretrainMixSource) else (source,)
+
+
+def source_fields(source: PretrainSource, field: str) -> list[str]:
+    """Return each source's name in the config."""
+    if isinstance(source, PretrainMixSource):
+        return [f"{field}.sources.{index}" for index in range(len(source.sources))]
+    return [field]
+
+
+def source_names(source: PretrainSource) -> list[str]:
+    """Return the name under which each source is logged; equal ones get their number in the mix."""
+    names = [_own_name(part) for part in single_sources(source)]
+    return [
+        name if names.count(name) == 1 else f"{name}-{index}" for index, name in enumerate(names)
+    ]
+
+
+def open_source(
+    source: SinglePretrainSource, field: str, shuffle: Shuffle, identity: TokenizerIdentity
+) -> PagedSource:
+    """Open one source without reading its documents.
+
+    Args:
+        source: from the config.
+        field: its name there, for messages.
+        shuffle: of this source.
+        identity: of the run's tokenizer; token shards must be of the same.
+
+    Raises:
+        UserError: it does not exist, holds nothing, or its token shards are incomplete or of
+            another tokenizer.
+    """
+    match source:
+        case TextFilesSource():
+            return open_files(source, field, shuffle)
+        case StdlibSource():
+            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), "", shuffle)
+        case HubTextSource():
+            return open_hub(source, field, shuffle)
+        case TokensSource():
+            folder = Path(source.path)
+            manifest = read_manifest(folder, field)
+            check_shards(folder, manifest, field, identity, verify=source.verify)
+            return TokenPages(folder, manifest, shuffle)
+
+
+def open_files(source: TextFilesSource, field: str, shuffle: Shuffle) -> FilePages | ParquetPages:
+    """Open a file or folder; arguments and errors as `open_source`."""
+    path = Path(source.path)
+    if not path.exists():
+        raise UserError(f"{field}.path={source.path!r} does not exist: give a file or folder")
+    files = [path] if path.is_file() else _files_under(path, source.suffixes)
+    kinds = {file.suffix == PARQUET for file in files}
+    if kinds == {True}:
+        pages = ParquetPages(files, source.column, shuffle)
+        if pages.groups:
+            return pages
+    elif kinds == {False}:
+        blocks = FileBlocks(files, source.block_kib * 1024)
+        if len(blocks):
+            return FilePages(blocks, source.column, shuffle)
+    elif kinds:
+        raise UserError(
+            f"{field}.path={source.path!r} holds Parquet files and others: choose one kind with "
+            f"{field}.suffixes, or give each its own source in a mix"
+        )
+    raise UserError(
+        f"{field}.path={source.path!r} has no text in files that end in "
+        f"{', '.join(source.suffixes)}: give files with text, or other suffixes"
+    )
+
+
+def open_numbered(
+    source: TextFilesSource | StdlibSource | HubTextSource, field: str
+) -> NumberedPages:
+    """Open text whose pages can be read in any order, as it lies; for `trainer tokenize`.
+
+    Raises:
+        UserError: as `open_source`, or the source is a stream.
+    """
+    shuffle = Shuffle(None)
+    match source:
+        case TextFilesSource():
+            return open_files(source, field, shuffle)
+        case StdlibSource():
+            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), "", shuffle)
+        case HubTextSource():
+            pages = open_hub(source, field, shuffle)
+            if isinstance(pages, TablePages):
+                return pages
+            raise UserError(f"{field}: a stream cannot be split among processes: download it")
+
+
+def stdlib_files() -> list[Path]:
+    """Return the Python files of this interpreter's standard library, without tests, in order."""
+    return _files_under(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY)
+
+
+def _files_under(
+    folder: Path, suffixes: tuple[str, ...], passed_over: set[str] | frozenset[str] = frozenset()
+) -> list[Path]:
+    found: list[Path] = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in passed_over)
+        found += [Path(root, name) for name in sorted(files) if name.endswith(suffixes)]
+    return found
+
+
+def _own_name(source: SinglePretrainSource) -> str:
+    if source.name is not None:
+        return source.name
+    match source:
+        case StdlibSource():
+            return "stdlib"
+        case HubTextSource():
+            return source.path.rstrip("/").rpartition("/")[2]
+        case _:
+            return Path(source.path).resolve().stem
