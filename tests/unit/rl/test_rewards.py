@@ -1,20 +1,9 @@
 import pytest
 
+from tests.support.rollouts import make_sample
 from trainer.config.rl import ExactMatchReward, FunctionReward, MathVerifyReward, TaskReward
 from trainer.errors import UserError
-from trainer.rl.rewards import Sample, build_reward
-
-
-def make_sample(answer, reference="42", **changes):
-    fields = {
-        "question": "?",
-        "reference": reference,
-        "completion": f"it is {answer}",
-        "answer": answer,
-        "row": {"difficulty": 3},
-        "where": "prompts.jsonl:1",
-    }
-    return Sample(**(fields | changes))
+from trainer.rl.rewards import build_reward
 
 
 def test_exact_match_ignores_space_around_and_case_only_if_asked():

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.unit.rl.test_rewards import make_sample
+from tests.support.rollouts import make_sample
 from trainer.errors import UserError
 from trainer.rl.rewards import Reward
 from trainer.rl.scoring import Scorer

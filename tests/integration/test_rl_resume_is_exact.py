@@ -1,0 +1,76 @@
+"""A run of RL that stops and resumes, rollouts in flight, is the run that never stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.rl_configs import rl_config
+from tests.support.spawn import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+TIMES = ("time/", "perf/", "optim/momentum_ms", "optim/newton_schulz_ms", "optim/exchange")
+TIMES += ("optim/update_ms", "rollout/tokens_per_second")
+CHANGES: dict[str, Any] = {
+    "rollout": {"num_updates": 2, "temperature": 0.9},
+    "loss": {"old_log_probs": "trainer", "kl_coef": 0.05, "advantage": "std"},
+    "val": {"interval": 2},
+}
+
+
+def run_all(folder: str) -> None:
+    from trainer.loops.rl import run_rl
+
+    whole, parted = Path(folder) / "whole", Path(folder) / "parted"
+    run_rl(rl_config(whole, max_steps=5, **CHANGES))
+    # Step 3 is the first of the two on the second batch: the other half is in flight.
+    run_rl(rl_config(parted, max_steps=3, **CHANGES))
+    run_rl(rl_config(parted, max_steps=5, ckpt={"resume": "latest"}, **CHANGES))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    run_ranks(1, run_all, str(folder), timeout_s=200)
+    return folder / "whole", folder / "parted"
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(TIMES)}
+        for line in lines
+    ]
+
+
+def test_weights_are_bitwise_those_of_the_whole_run(folders):
+    whole, parted = (folder / "weights" / "step_5" / "model.safetensors" for folder in folders)
+    assert whole.read_bytes() == parted.read_bytes()
+
+
+def test_metrics_are_those_of_the_whole_run(folders):
+    whole, parted = (metrics_of(folder) for folder in folders)
+    assert [line["step"] for line in parted] == [1, 2, 3, 4, 5]
+    # The end of the first part was evaluated as such, step 3 of the whole run was not.
+    parted[2] = {name: v for name, v in parted[2].items() if not name.startswith("val/")}
+    assert parted == whole
+
+
+def test_rollouts_are_those_of_the_whole_run(folders):
+    whole, parted = (folder / "rollouts" for folder in folders)
+    names = sorted(path.name for path in whole.iterdir())
+    assert names == ["step_1.jsonl", "step_3.jsonl", "step_5.jsonl"]
+    assert names == sorted(path.name for path in parted.iterdir())
+    for name in names:
+        assert (whole / name).read_bytes() == (parted / name).read_bytes()
+
+
+def test_later_updates_of_a_batch_are_off_policy_and_say_so(folders):
+    lines = metrics_of(folders[0])
+    assert [line["rollout/off_policy_steps"] for line in lines] == [0, 1, 0, 1, 0]
+    assert [line["rollout/weights_version"] for line in lines] == [0, 0, 2, 2, 4]
+    assert lines[1]["ratio/max"] > 1.001
+    assert lines[1]["mismatch_kl/mean"] == pytest.approx(0.0, abs=1e-9)
+    assert lines[1]["reference_kl/mean"] > 0 == lines[0]["reference_kl/mean"]

@@ -1,0 +1,152 @@
+"""Prompts: rows in several forms, held-out ones apart, a position that continues."""
+
+import pytest
+
+from tests.support.rl_configs import prompts_file, rl_config
+from trainer.data import build_byte_tokenizer
+from trainer.data.rows import BadRow
+from trainer.errors import UserError
+from trainer.loops.rl.prompts import setup_prompts, with_answer
+
+TOKENIZER = build_byte_tokenizer()
+EXACT = {"rewards": [{"type": "exact_match"}]}
+NO_VAL = {"val": {"source": None}}
+
+
+def file_config(folder, rows, **changes):
+    env = EXACT | {"source": prompts_file(folder, rows), "shuffle": False} | changes.pop("env", {})
+    return rl_config(folder, env=env, **(NO_VAL | changes))
+
+
+def text_of(prompt):
+    return TOKENIZER.decode(list(prompt.ids))
+
+
+FORMS = {
+    "question": {"question": "2+2?", "answer": 4},
+    "turns and answer": {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"},
+    "messages and answer": {"messages": [{"role": "user", "content": "2+2?"}], "answer": "4"},
+    "supervised messages": {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "4"},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("row", FORMS.values(), ids=FORMS.keys())
+def test_conversations_are_prompted_with_the_chat_template(row, tmp_path):
+    (prompt,) = setup_prompts(file_config(tmp_path, [row]), TOKENIZER).train.next_prompts(1)
+    assert text_of(prompt) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert (prompt.question, prompt.reference) == ("2+2?", "4")
+    assert prompt.where.endswith("prompts.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "2+2=", "answer": 4}, {"prompt": "2+2=", "completion": "4"}]
+)
+def test_text_is_prompted_as_it_is(row, tmp_path):
+    (prompt,) = setup_prompts(file_config(tmp_path, [row]), TOKENIZER).train.next_prompts(1)
+    assert (text_of(prompt), prompt.reference) == ("2+2=", "4")
+
+
+def test_other_fields_reach_the_rewards(tmp_path):
+    row = {"question": "2+2?", "answer": 4, "level": 3}
+    (prompt,) = setup_prompts(file_config(tmp_path, [row]), TOKENIZER).train.next_prompts(1)
+    assert prompt.row["level"] == 3
+
+
+def test_a_system_turn_is_added_where_there_is_none(tmp_path):
+    own = {
+        "messages": [{"role": "system", "content": "mine"}, {"role": "user", "content": "b"}],
+        "answer": "1",
+    }
+    rows = [{"question": "a", "answer": "1"}, own]
+    config = file_config(tmp_path, rows, env={"system": "be brief"})
+    first, second = setup_prompts(config, TOKENIZER).train.next_prompts(2)
+    assert text_of(first).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na")
+    assert text_of(second).startswith("<|im_start|>system\nmine<|im_end|>")
+
+
+def test_a_row_without_an_answer_is_refused_by_place_or_skipped(tmp_path):
+    rows = [{"question": "a"}, {"question": "b", "answer": "1"}]
+    with pytest.raises(BadRow, match="no reference answer"):
+        with_answer(rows[0])
+    config = file_config(tmp_path, rows)
+    with pytest.raises(UserError, match=r"prompts\.jsonl:1: .*'answer'.*env\.on_bad_row = 'skip'"):
+        setup_prompts(config, TOKENIZER).train.next_prompts(1)
+    config = file_config(tmp_path, rows, env={"on_bad_row": "skip"})
+    prompts = setup_prompts(config, TOKENIZER).train.next_prompts(2)
+    assert [prompt.question for prompt in prompts] == ["b", "b"]
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_or_dropped(tmp_path):
+    rows = [{"question": "a" * 60, "answer": "1"}, {"question": "b", "answer": "1"}]
+    message = r"prompts\.jsonl:1: a prompt of \d+ tokens.*rollout\.max_new_tokens=6 .*seq_len=64"
+    with pytest.raises(UserError, match=message):
+        setup_prompts(file_config(tmp_path, rows), TOKENIZER).train.next_prompts(1)
+    config = file_config(tmp_path, rows, data={"overlong": "drop"})
+    (prompt,) = setup_prompts(config, TOKENIZER).train.next_prompts(1)
+    assert prompt.question == "b"
+
+
+def test_a_source_without_a_usable_prompt_is_refused(tmp_path):
+    config = file_config(tmp_path, [{"question": "a"}], env={"on_bad_row": "skip"})
+    with pytest.raises(UserError, match=r"none of its 1 rows can be used.*no_answer"):
+        setup_prompts(config, TOKENIZER).train.next_prompts(1)
+
+
+def test_tasks_bring_their_own_scoring(tmp_path):
+    prompts = setup_prompts(rl_config(tmp_path), TOKENIZER)
+    (prompt,) = prompts.train.next_prompts(1)
+    assert prompt.score_task(prompt.reference) == 1.0
+    assert 0 < prompt.score_task(prompt.reference[:-1]) < 1
+    assert prompt.row["metadata"]["word"] == prompt.reference[::-1]
+
+
+def test_no_held_out_question_is_trained_on(tmp_path):
+    config = rl_config(tmp_path, val={"source": None, "fraction": 0.3, "num_prompts": 4})
+    prompts = setup_prompts(config, TOKENIZER)
+    trained = {prompt.key for prompt in prompts.train.next_prompts(200)}
+    assert len(prompts.held_out) == 4
+    assert len(trained) > 20
+    assert trained.isdisjoint({prompt.key for prompt in prompts.held_out})
+
+
+def test_a_question_in_both_sources_is_held_out(tmp_path):
+    rows = [{"question": q, "answer": "1"} for q in "abcd"]
+    source = prompts_file(tmp_path / "val", rows[:2])
+    config = file_config(tmp_path, rows, val={"source": source})
+    prompts = setup_prompts(config, TOKENIZER)
+    assert {prompt.question for prompt in prompts.train.next_prompts(6)} == {"c", "d"}
+    assert [prompt.question for prompt in prompts.held_out] == ["a", "b"]
+
+
+def test_the_stream_continues_from_a_position_and_shuffles_by_seed(tmp_path):
+    config = rl_config(tmp_path)
+    whole = setup_prompts(config, TOKENIZER).train
+    expected = [prompt.where for prompt in whole.next_prompts(9)]
+    first, second = (setup_prompts(config, TOKENIZER).train for _ in range(2))
+    begun = [prompt.where for prompt in first.next_prompts(4)]
+    second.load_state_dict(first.state_dict())
+    assert begun + [prompt.where for prompt in second.next_prompts(5)] == expected
+    other = setup_prompts(rl_config(tmp_path, seed=1), TOKENIZER).train
+    assert [prompt.where for prompt in other.next_prompts(9)] != expected
+
+
+def test_a_mix_keeps_its_proportions(tmp_path):
+    parts = [
+        {"type": "reasoning_gym", "task": "spell_backward", "size": 50, "weight": 3.0},
+        {"type": "reasoning_gym", "task": "letter_counting", "size": 50, "weight": 1.0},
+    ]
+    config = rl_config(
+        tmp_path,
+        env={"source": {"type": "mix", "sources": parts}},
+        data={"seq_len": 2048},
+        val={"source": None},
+    )
+    prompts = setup_prompts(config, TOKENIZER).train.next_prompts(16)
+    tasks = [prompt.where.partition("(")[0] for prompt in prompts]
+    assert (tasks.count("spell_backward"), tasks.count("letter_counting")) == (12, 4)
+    assert all(prompt.score_task(prompt.reference) == 1.0 for prompt in prompts)

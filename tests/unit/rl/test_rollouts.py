@@ -1,0 +1,24 @@
+import json
+
+from tests.support.rollouts import ROLLOUTS
+from trainer.rl.rollouts import Rollout, cut_rollouts_after, in_groups, write_rollouts
+
+
+def test_a_rollout_survives_json_exactly():
+    for rollout in ROLLOUTS:
+        state = json.loads(json.dumps(rollout.state_dict()))
+        assert Rollout.from_state(state) == rollout
+
+
+def test_files_hold_one_rollout_a_line_and_later_ones_are_cut(tmp_path):
+    folder = tmp_path / "rollouts"
+    for step in (1, 3, 12):
+        write_rollouts(ROLLOUTS, folder, step)
+    lines = (folder / "step_3.jsonl").read_text().splitlines()
+    assert [Rollout.from_state(json.loads(line)) for line in lines] == ROLLOUTS
+    cut_rollouts_after(folder, 3)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_1.jsonl", "step_3.jsonl"]
+
+
+def test_groups_are_runs_of_rollouts():
+    assert in_groups(ROLLOUTS[:4], 2) == [tuple(ROLLOUTS[:2]), tuple(ROLLOUTS[2:4])]
