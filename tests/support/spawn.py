@@ -12,9 +12,15 @@ from typing import Any
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Call `function(*args)` on every rank of a fresh gloo group; return the results by rank.
+    """Call `function(*args)` on every rank of a fresh group; return the results by rank.
+
+    With NCCL each rank gets the GPU of its number, and gloo beside it for host tensors.
 
     `function` must be importable (module level), its result picklable and without tensors: their
     shared memory is gone with the rank that made them.
@@ -29,7 +35,7 @@ def run_ranks(
         ranks = [
             context.Process(
                 target=_run_rank,
-                args=(rank, world_size, store, timeout_s, results, function, args),
+                args=(rank, world_size, store, timeout_s, backend, results, function, args),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -66,6 +72,7 @@ def _run_rank(
     world_size: int,
     store: str,
     timeout_s: float,
+    backend: str,
     results: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -75,8 +82,10 @@ def _run_rank(
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "gloo" if backend == "gloo" else f"cpu:gloo,cuda:{backend}",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
