@@ -138,7 +138,7 @@ def _prepare_folder(
         "source": open_numbered(request.source, "SRC").identity,
         "column": _described(request).get("column"),
         "tokenizer": identity.fingerprint,
-        "shards": len(jobs),
+        "number of shards": len(jobs),
     }
     path = request.folder / PLAN
     if path.exists():
@@ -146,8 +146,8 @@ def _prepare_folder(
         for name, value in plan.items():
             if found.get(name) != value:
                 raise UserError(
-                    f"DST={str(request.folder)!r} holds shards with {name} {found.get(name)}, "
-                    f"asked for is {value}: give another folder, or empty this one"
+                    f"DST={str(request.folder)!r} was begun with another {name} "
+                    f"({found.get(name)}, now {value}): give another folder, or empty this one"
                 )
         return
     request.folder.mkdir(parents=True, exist_ok=True)
@@ -161,10 +161,11 @@ def _prepare_folder(
 
 
 def _run_jobs(jobs: list[ShardJob], num_workers: int) -> Iterator[ShardTime]:
-    """Write shards in processes of their own; yields them as they are finished."""
-    if not jobs:
-        return
+    """Write shards, several at once in processes of their own; yields them as they finish."""
     workers = min(num_workers, len(jobs))
+    if workers <= 1:
+        yield from map(write_shard, jobs)
+        return
     executor = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker)
     try:
         for future in as_completed([executor.submit(write_shard, job) for job in jobs]):

@@ -44,6 +44,8 @@ class TokenizerIdentity:
 class TextEncoder:
     """Turns documents into ids between the tokenizer's start token, if any, and one end token.
 
+    Text that spells a special token is plain text: no document can end itself or start a turn.
+
     Args:
         tokenizer: a fast tokenizer.
 
@@ -55,6 +57,7 @@ class TextEncoder:
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._backend.encode_special_tokens = True
         self._start = np.asarray(start_ids(tokenizer), dtype=np.int32)
         self._end = np.asarray([eos_id(tokenizer)], dtype=np.int32)
 

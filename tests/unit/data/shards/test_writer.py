@@ -1,0 +1,89 @@
+import json
+
+import pytest
+
+from tests.support.texts import texts, write_jsonl_texts
+from trainer.config.pretrain import TextFilesSource
+from trainer.data.shards import writer
+from trainer.data.shards.manifest import MANIFEST, checksum, read_manifest, tokens_path
+from trainer.data.shards.writer import TokenizeRequest, tokenize
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def request_(tmp_path, monkeypatch):
+    """Return a request for five shards, one of each file."""
+    monkeypatch.setattr("trainer.data.text.files.PAGE_BLOCKS", 1)
+    for i in range(5):
+        write_jsonl_texts(tmp_path / "src" / f"{i}.jsonl", texts(20, str(i)))
+    source = TextFilesSource(path=str(tmp_path / "src"))
+    return TokenizeRequest(source, tmp_path / "out", None, 1, 1)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_the_manifest_counts_and_checks_what_was_written(request_):
+    manifest = tokenize(request_, lambda line: None)
+    documents = [text for i in range(5) for text in texts(20, str(i))]
+    totals = manifest.to_json()
+    num_bytes = sum(len(text.encode()) for text in documents)
+    assert totals["num_documents"] == 100
+    assert totals["num_bytes"] == num_bytes
+    assert totals["num_tokens"] == num_bytes + 100
+    assert (manifest.dtype, manifest.tokenizer.num_ids) == ("<u2", 259)
+    for shard in manifest.shards:
+        assert checksum(tokens_path(request_.folder, shard.name)) == shard.tokens_checksum
+    assert read_manifest(request_.folder, "data.source") == manifest
+
+
+@pytest.mark.parametrize("num_done", [0, 2, 5])
+def test_an_interrupted_run_is_taken_up_where_it_stopped(request_, monkeypatch, num_done):
+    whole = tokenize(request_, lambda line: None)
+    expected = contents(request_.folder)
+    for shard in whole.shards[num_done:]:
+        (request_.folder / f"{shard.name}.json").unlink()
+        tokens_path(request_.folder, shard.name).write_bytes(b"half")
+    (request_.folder / MANIFEST).unlink()
+    written = []
+    write_shard = writer.write_shard
+    monkeypatch.setattr(
+        writer, "write_shard", lambda job: written.append(job.name) or write_shard(job)
+    )
+    assert tokenize(request_, lambda line: None) == whole
+    assert written == [shard.name for shard in whole.shards[num_done:]]
+    assert contents(request_.folder) == expected
+
+
+def test_a_shard_that_was_lost_is_made_again(request_):
+    whole = tokenize(request_, lambda line: None)
+    tokens_path(request_.folder, "shard-00003").unlink()
+    assert tokenize(request_, lambda line: None) == whole
+    assert tokens_path(request_.folder, "shard-00003").exists()
+
+
+def test_processes_write_the_same(tmp_path):
+    path = write_jsonl_texts(tmp_path / "a.jsonl", texts(100, length=2000))
+    source = TextFilesSource(path=str(path), block_kib=1)
+    for folder, num_workers in (("alone", 1), ("together", 2)):
+        request = TokenizeRequest(source, tmp_path / folder, None, num_workers, 1)
+        assert len(tokenize(request, lambda line: None).shards) == 2
+    assert contents(tmp_path / "together") == contents(tmp_path / "alone")
+
+
+def test_a_folder_of_something_else_is_refused(request_, tmp_path):
+    tokenize(request_, lambda line: None)
+    write_jsonl_texts(tmp_path / "src" / "9.jsonl", texts(3))
+    with pytest.raises(UserError, match=r"DST='.*out' was begun with another source"):
+        tokenize(request_, lambda line: None)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "letter.txt").touch()
+    with pytest.raises(UserError, match=r"DST='.*other' is not empty and holds no token shards"):
+        tokenize(TokenizeRequest(request_.source, other, None, 1, 1), lambda line: None)
+
+
+def test_the_tokenizer_lies_beside_the_shards(request_):
+    tokenize(request_, lambda line: None)
+    assert json.loads((request_.folder / "tokenizer" / "tokenizer_config.json").read_text())

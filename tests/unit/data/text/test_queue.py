@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+
+from tests.support.texts import pack_ids, pretrain_data, texts, trained_pairs, write_jsonl_texts
+
+END = 258
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = write_jsonl_texts(tmp_path / "a.jsonl", texts(50))
+    return {"type": "files", "path": str(path)}
+
+
+def every_pair(documents):
+    """Return (token, token predicted from it) of documents, each inside its own."""
+    return [
+        pair
+        for text in documents
+        for pair in zip(text.encode(), [*text.encode()[1:], END], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"split_documents": False}])
+@pytest.mark.parametrize("attend", [False, True])
+@pytest.mark.parametrize("seq_len", [8, 32, 500])
+def test_each_token_is_trained_once_an_epoch_and_never_across_documents(
+    source, settings, attend, seq_len
+):
+    val = {"source": source, "max_packs": 10_000}
+    settings = settings | {"attend_across_documents": attend, "seq_len": seq_len}
+    packs = pretrain_data(source, val=val, **settings).validation_packs
+    assert sorted(trained_pairs(packs)) == sorted(every_pair(texts(50)))
+    assert all(pack.num_tokens <= seq_len for pack in packs)
+
+
+def test_attention_across_documents_makes_one_document_of_a_pack(source):
+    apart = pretrain_data(source).train.next_packs(20)
+    together = pretrain_data(source, attend_across_documents=True).train.next_packs(20)
+    assert all(len(pack.documents) == 1 for pack in together)
+    assert any(len(pack.documents) > 1 for pack in apart)
+    assert [np.concatenate(ids).tolist() for ids in pack_ids(apart)] == [
+        ids[0] for ids in pack_ids(together)
+    ]
+    assert trained_pairs(apart) == trained_pairs(together)
+
+
+def test_whole_documents_are_kept_where_they_fit(source):
+    packs = pretrain_data(source, split_documents=False, seq_len=40).train.next_packs(20)
+    for pack in packs:
+        assert pack.num_tokens <= 40
+        assert all(document.ids[-1] == END for document in pack.documents)
+
+
+def test_open_documents_take_turns(tmp_path):
+    for letter in "abcd":
+        (tmp_path / f"{letter}.txt").write_text(letter * 1000)
+    source = {"type": "files", "path": str(tmp_path)}
+    packs = pretrain_data(source, pack_lookahead=4).train.next_packs(8)
+    letters = [chr(pack.documents[0].ids[0]) for pack in packs]
+    assert sorted(letters[:4]) == list("abcd")
+    assert letters[4:] == letters[:4]
+    one_by_one = pretrain_data(source, pack_lookahead=1).train.next_packs(8)
+    assert len({chr(pack.documents[0].ids[0]) for pack in one_by_one}) == 1
