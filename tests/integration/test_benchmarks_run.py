@@ -24,3 +24,23 @@ def test_newton_schulz_prints_errors_then_times_then_one_json_object():
     assert {row["dtype"] for row in record["rows"]} == {"bfloat16", "float16"}
     assert {row["variant"] for row in record["rows"]} >= {"auto", "gram", "eager"}
     assert set(record["rows"][0]["errors"]) >= {"rank_1", "one_large_row", "largest_singular_value"}
+
+
+def test_muon_step_compares_the_variants_that_can_run_at_each_ep():
+    command = [sys.executable, str(BENCH / "muon_step.py"), "--tiny", "--device", "cpu"]
+    command += ["--ep", "8", "2", "--warm-up", "1", "--steps", "2"]
+    command += ["--variants", "ours", "adamw", "dion_quack"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("ep 8 ours ")
+    record = json.loads(lines[-1])
+    assert [(row["ep"], row["variant"]) for row in record["rows"]] == [
+        (8, "ours"),
+        (8, "adamw"),
+        (2, "ours"),
+        (2, "adamw"),
+    ]
+    assert all(row["median_s"] > 0 for row in record["rows"])
+    assert any("dion_quack: skipped" in line for line in lines)
+    assert set(record["summary"]["speedups"]) == {"ep 8: adamw / ours", "ep 2: adamw / ours"}

@@ -59,6 +59,7 @@ class MuonConfig(DionMuonSection):
     ) = "quintic"
     replicate: Literal["share", "repeat"] = "share"
     max_stack_gib: PositiveFloat = 2.0
+    """The most that a stack takes while it is orthogonalized, temporaries included."""
     split_gate_up: Bool = False
     stats_interval: CountOrZero = 0
     """Log each group's update RMS and spectral norm every n steps; 0: never."""

@@ -21,8 +21,18 @@ class DionMuon(_DionMuon):
     """microsoft/dion's Muon with `finite`, `settle` and `timings`."""
 
     @classmethod
-    def from_config(cls, config: DionConfig, groups: list[dict[str, Any]]) -> Self:
+    def from_config(
+        cls,
+        config: DionConfig,
+        groups: list[dict[str, Any]],
+        newton_schulz_func: Callable[[Tensor, float], Tensor] | None = None,
+    ) -> Self:
         """Build it as the config says.
+
+        Args:
+            config: The `[optim]` section.
+            groups: Named param groups.
+            newton_schulz_func: (X, epsilon) -> orthogonalized X; None: dion's own, as configured.
 
         Raises:
             UserError: a placement that dion does not handle.
@@ -57,6 +67,7 @@ class DionMuon(_DionMuon):
             use_gram_newton_schulz=config.use_gram_newton_schulz,
             use_triton=config.use_triton,
             use_polar_express=config.use_polar_express,
+            newton_schulz_func=newton_schulz_func,
         )
 
     _was_applied = True
@@ -87,10 +98,12 @@ def _cut_axis(spec: ParameterSpec) -> Any:
     sizes = spec.mesh.sizes if spec.mesh else ()
     shards = [(a, p) for a, p in enumerate(spec.placements) if p.dim is not None and sizes[a] > 1]
     cutting = [a for a, p in shards if p.dim is not None and p.dim >= len(spec.shape) - 2]
-    if len(cutting) > 1 or any(p.split_factor > 1 for _, p in shards):
+    strided = [a for a, p in shards if p.split_factor > 1]
+    # dion sees only plain shards; a strided one beside them on the stack dim is as harmless.
+    if len(cutting) > 1 or set(strided) & set(cutting):
         raise UserError(
-            f"optim.type='dion': parameter {spec.name} {list(spec.shape)} is sharded over several "
-            "axes of one dim, or matrices over two, which dion does not handle; set "
+            f"optim.type='dion': parameter {spec.name} {list(spec.shape)} is cut over several "
+            "axes, or several times over one dim, which dion does not handle; set "
             "optim.type='muon' or change parallel"
         )
     return (spec.mesh, cutting[0]) if cutting else None

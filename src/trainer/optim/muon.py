@@ -23,7 +23,7 @@ from trainer.optim.exchange import Exchange, make_groups
 from trainer.optim.gate import FiniteGate
 from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.kernels.select import KernelChoice
-from trainer.optim.newton_schulz import newton_schulz
+from trainer.optim.newton_schulz import newton_schulz, orthogonalize_normalized_
 from trainer.optim.options import MuonOptions, check_gradient, check_group, plan_with_kernels
 from trainer.optim.per_matrix import per_matrix_update_
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
@@ -139,7 +139,7 @@ class Muon(torch.optim.Optimizer):
             process_groups,
             self._exchange,
             self._timer,
-            lambda stack_BMN, bucket: self._newton_schulz(stack_BMN, self.kernels[bucket]),
+            self._orthogonalize_bucket,
         )
 
     def _plan_step(self, groups: list[NamedGroup]) -> None:
@@ -222,6 +222,18 @@ class Muon(torch.optim.Optimizer):
                 gate = gate if finite is None else gate & finite
             gates.append(gate)
         return gates
+
+    def _orthogonalize_bucket(
+        self, stack_BMN: Tensor, bucket: int, *, is_normalized: bool
+    ) -> Tensor:
+        if not is_normalized:
+            return self._newton_schulz(stack_BMN, self.kernels[bucket])
+        return orthogonalize_normalized_(
+            stack_BMN,
+            steps=self._options.ns_steps,
+            coefficients=self._options.ns_coefficients,
+            kernel=self.kernels[bucket],
+        )
 
     def _newton_schulz(self, stack_BMN: Tensor, kernel: KernelChoice | str) -> Tensor:
         return newton_schulz(

@@ -71,6 +71,29 @@ def newton_schulz(
         return _orthogonalize(stack_BMN, rows, dtype, kernel).reshape(X.shape)
 
 
+def orthogonalize_normalized_(
+    X_BMN: Tensor,
+    *,
+    steps: int = 5,
+    coefficients: CoefficientTable = "quintic",
+    kernel: KernelChoice,
+) -> Tensor:
+    """Do as `newton_schulz`, for matrices already divided by their Frobenius norms.
+
+    Args:
+        X_BMN: contiguous, of the iteration's dtype; overwritten.
+        steps: as there.
+        coefficients: as there.
+        kernel: the choice for that shape and dtype.
+
+    Returns:
+        [B, M, N]: the buffer of `X_BMN` or a new one, in the layout that `X_BMN` has.
+    """
+    rows = resolve_coefficients(coefficients, steps)
+    with torch.no_grad():
+        return _iterate(X_BMN, rows, kernel)
+
+
 def newton_schulz_symmetric(X: Tensor, epsilon: float = 0.0) -> Tensor:
     """Orthogonalize with the symmetric kernel, in the signature of dion's `newton_schulz_func`.
 
@@ -172,12 +195,16 @@ def _segments(
 def _orthogonalize(
     X_BMN: Tensor, rows: tuple[Row, ...], dtype: torch.dtype, kernel: KernelChoice
 ) -> Tensor:
-    """Normalize and iterate, on the transposed view of tall matrices."""
+    """Normalize and iterate."""
+    return _iterate(normalized_copy(X_BMN, dtype), rows, kernel)
+
+
+def _iterate(X_BMN: Tensor, rows: tuple[Row, ...], kernel: KernelChoice) -> Tensor:
+    """Iterate normalized matrices, on the transposed view of tall ones."""
     _, M, N = X_BMN.shape
     is_tall = M > N
     record_launch(f"newton_schulz.{kernel.name}")
-    segments = _segments(rows, dtype, kernel, M, N)
-    wide_BMN = normalized_copy(X_BMN.mT if is_tall else X_BMN, dtype)
-    with ieee_matmul(dtype):
-        result_BMN = iterate(wide_BMN, rows, segments, kernel.load_products())
+    segments = _segments(rows, X_BMN.dtype, kernel, M, N)
+    with ieee_matmul(X_BMN.dtype):
+        result_BMN = iterate(X_BMN.mT if is_tall else X_BMN, rows, segments, kernel.load_products())
     return result_BMN.mT if is_tall else result_BMN

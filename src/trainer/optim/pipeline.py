@@ -12,13 +12,14 @@ order, also where it has nothing to do in a chunk.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.optim.bucket import Bucket, Chunk, Segment
 from trainer.optim.exchange import BucketGroups, Exchange, Transfer
+from trainer.optim.kernels.matrix_table import MatrixTable
 from trainer.optim.passes import apply_updates_, directions, update_momentum_
 from trainer.optim.plan import Plan
 from trainer.optim.state import as_matrices, local
@@ -32,8 +33,19 @@ NS_DTYPES = {
     "float16": torch.float16,
 }
 
-Orthogonalize = Callable[[Tensor, int], Tensor]
-"""From a stack [B, M, N] and its bucket's index to its orthogonalization, same shape and dtype."""
+
+class Orthogonalize(Protocol):
+    """Orthogonalizes stacks by bucket."""
+
+    def __call__(self, stack_BMN: Tensor, bucket: int, *, is_normalized: bool) -> Tensor:
+        """Return the orthogonalization of a stack, same shape and dtype.
+
+        Args:
+            stack_BMN: Contiguous; overwritten if it is normalized.
+            bucket: Index of its bucket.
+            is_normalized: Whether every matrix has been divided by its Frobenius norm.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -65,10 +77,20 @@ class _Flight:
     chunk: Chunk
     share: tuple[int, int]
     """First matrix of this replica's share, counted over the bucket, and one past the last."""
+    table: MatrixTable | None = None
+    """Where the chunk's matrices lie; None: they are passed over tensor by tensor."""
+    kept_BP: Tensor | None = None
+    """What the pass over momentum kept of each matrix of the table."""
     transfer: Transfer | None = None
     stack_BMN: Tensor | None = None
+    is_normalized: bool = False
     update_BMN: Tensor | None = None
     """Updates of this replica's share: slabs as held here."""
+
+    @property
+    def shared_lines(self) -> slice:
+        """Lines of the table that are this replica's share."""
+        return slice(self.share[0] - self.chunk.start, self.share[1] - self.chunk.start)
 
     @property
     def share_size(self) -> int:
@@ -150,13 +172,19 @@ class StackedStep:
     def _update_momentum(self, flight: _Flight, inputs: StepInputs) -> None:
         segments = flight.bucket.segments(flight.chunk.start, flight.chunk.stop)
         group = inputs.groups[flight.bucket.group]
+        momenta = [_momentum(s, group, inputs) for s in segments]
+        gradients = [_gradient(s, group, inputs) for s in segments]
+        gates = [inputs.gates[s.piece.parameter] for s in segments]
+        weights = [_weight(s, group, inputs) for s in segments]
+        flight.table = MatrixTable.of(gradients, momenta, weights, gates)
         with self._timer.measure("momentum"):
-            update_momentum_(
-                [_momentum(s, group, inputs) for s in segments],
-                [_gradient(s, group, inputs) for s in segments],
-                [inputs.gates[s.piece.parameter] for s in segments],
-                group["mu"],
-            )
+            if flight.table is None:
+                update_momentum_(momenta, gradients, gates, group["mu"])
+            else:
+                flight.kept_BP = flight.table.update_momentum_(
+                    **self._rule(flight, inputs),
+                    keep="squares" if flight.groups.shards is None else "largest",
+                )
 
     def _directions(self, flight: _Flight, inputs: StepInputs) -> Iterator[Tensor]:
         segments = flight.bucket.segments(*flight.share)
@@ -172,13 +200,26 @@ class StackedStep:
         """Build the stack of whole matrices that this rank orthogonalizes."""
         if not flight.share_size:
             return
+        shape = flight.bucket.rows, flight.bucket.cols
         with self._timer.measure("momentum"):
-            flight.stack_BMN = build_stack(
-                self._directions(flight, inputs),
-                flight.share_size,
-                (flight.bucket.rows, flight.bucket.cols),
-                self._dtype,
-            )
+            if flight.table is None or flight.kept_BP is None:
+                directions_BMN = self._directions(flight, inputs)
+                flight.stack_BMN = build_stack(
+                    directions_BMN, flight.share_size, shape, self._dtype
+                )
+            else:
+                flight.stack_BMN = flight.table.normalized_stack(
+                    flight.kept_BP,
+                    flight.shared_lines,
+                    shape,
+                    self._dtype,
+                    **self._rule(flight, inputs),
+                )
+                flight.is_normalized = True
+
+    def _rule(self, flight: _Flight, inputs: StepInputs) -> dict[str, Any]:
+        group = inputs.groups[flight.bucket.group]
+        return {"mu": float(group["mu"]), "nesterov": group["nesterov"]}
 
     # Exchange in.
 
@@ -193,13 +234,7 @@ class StackedStep:
             return
         if not flight.share_size:
             return
-        with self._timer.measure("momentum"):
-            message = pack(
-                self._directions(flight, inputs),
-                flight.share_size,
-                bucket.local_matrix_shape,
-                self._dtype,
-            )
+        message = self._pack(flight, inputs)
         owned = bucket.owned_by_replica(flight.chunk, bucket.replica_rank)
         here = bucket.owned_here(flight.chunk)
         flight.transfer = self._exchange.launch_all_to_all(
@@ -208,6 +243,20 @@ class StackedStep:
             [here * (rows * cols + TAIL) for rows, cols in _slab_shapes(bucket)],
             shards,
         )
+
+    def _pack(self, flight: _Flight, inputs: StepInputs) -> Tensor:
+        """Return the message of this replica's share: [slabs, elements + TAIL]."""
+        with self._timer.measure("momentum"):
+            if flight.table is None or flight.kept_BP is None:
+                return pack(
+                    self._directions(flight, inputs),
+                    flight.share_size,
+                    flight.bucket.local_matrix_shape,
+                    self._dtype,
+                )
+            return flight.table.message(
+                flight.kept_BP, flight.shared_lines, self._dtype, **self._rule(flight, inputs)
+            )
 
     def _wait_in(self, flight: _Flight) -> None:
         if flight.transfer is None:
@@ -232,7 +281,9 @@ class StackedStep:
             return
         if len(stack_BMN):
             with self._timer.measure("newton_schulz"):
-                stack_BMN = self._orthogonalize(stack_BMN, flight.index)
+                stack_BMN = self._orthogonalize(
+                    stack_BMN, flight.index, is_normalized=flight.is_normalized
+                )
             if inputs.stats is not None:
                 inputs.stats.observe(bucket.group, stack_BMN, bucket.lr_scale)
         flight.stack_BMN, flight.update_BMN = None, stack_BMN
@@ -285,16 +336,26 @@ class StackedStep:
 
     def _apply(self, flight: _Flight, inputs: StepInputs) -> None:
         group = inputs.groups[flight.bucket.group]
+        settings = {
+            "step_size": float(group["lr"]) * flight.bucket.lr_scale,
+            "decay": float(group["lr"]) * float(group["weight_decay"]),
+        }
         for first, update_BMN in self._received_updates(flight):
-            segments = flight.bucket.segments(first, first + len(update_BMN))
+            stop = first + len(update_BMN)
+            if stop == first:
+                continue
             with self._timer.measure("update"):
+                if flight.table and update_BMN.is_contiguous() and not group["cautious_wd"]:
+                    lines = slice(first - flight.chunk.start, stop - flight.chunk.start)
+                    flight.table.apply_(update_BMN, lines, **settings)
+                    continue
+                segments = flight.bucket.segments(first, stop)
                 apply_updates_(
                     [_weight(s, group, inputs) for s in segments],
                     update_BMN.split([s.stop - s.start for s in segments]),
                     [inputs.gates[s.piece.parameter] for s in segments],
-                    step_size=float(group["lr"]) * flight.bucket.lr_scale,
-                    decay=float(group["lr"]) * float(group["weight_decay"]),
                     cautious=group["cautious_wd"],
+                    **settings,
                 )
 
     def _received_updates(self, flight: _Flight) -> list[tuple[int, Tensor]]:

@@ -166,15 +166,17 @@ class _Held:
 
 
 def _held_bytes(bucket: Bucket, chunk: Chunk, workspace: int, ns_dtype: str) -> _Held:
+    # Stacks built here are normalized as they are written and serve as one of the iteration's two
+    # buffers (on a GPU); those joined from slabs are copied once more.
     size = BYTES[ns_dtype]
     slab = bucket.local_matrix_shape[0] * bucket.local_matrix_shape[1]
     stack = size * bucket.owned_here(chunk) * bucket.rows * bucket.cols
     share = size * bucket.share(chunk, bucket.replica_rank) * slab
     gathered = size * (chunk.stop - chunk.start) * slab if bucket.num_replicas > 1 else 0
     if not bucket.is_exchanged:
-        return _Held(0, stack + workspace, 0, 0)
+        return _Held(0, workspace, 0, 0)
     if bucket.num_shards == 1:
-        return _Held(stack, stack + workspace, stack + gathered, stack + gathered)
+        return _Held(stack, workspace, stack + gathered, stack + gathered)
     return _Held(
         entering=share + stack,
         turning=stack + max(stack, workspace) + share,
@@ -204,9 +206,9 @@ def _moved_bytes(bucket: Bucket, ns_dtype: str) -> int:
     slab = bucket.local_matrix_shape[0] * bucket.local_matrix_shape[1]
     elements = slab * sum(piece.num_matrices for piece in bucket.pieces)
     weight = BYTES[bucket.dtype]
-    # Gradient read; momentum and weight read and written; momentum read twice more to scale and
-    # cast it; the update written, then read.
-    return elements * (weight * 7 + BYTES[ns_dtype] * 2)
+    # Gradient read; momentum and weight read and written; momentum read once more and written
+    # scaled in `ns_dtype`; the update read.
+    return elements * (weight * 6 + BYTES[ns_dtype] * 2)
 
 
 def _state_bytes(group: PlannedGroup) -> int:

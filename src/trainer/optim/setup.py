@@ -125,7 +125,7 @@ def _is_flattened(name: str, config: DionMuonSection) -> bool:
 
 def _setup_muon(config: MuonConfig, groups: list[NamedGroup]) -> Muon:
     return Muon(
-        _param_groups(groups, config),
+        param_groups(groups, config),
         lr=config.lr,
         mu=config.mu,
         betas=(config.betas1, config.betas2),
@@ -147,10 +147,11 @@ def _setup_dion(config: DionConfig, groups: list[NamedGroup]) -> "GatedOptimizer
             f"optim.type='dion': needs the package dion, and importing it failed ({error}); "
             "pip install 'trainer[dion]', or set optim.type='muon'"
         ) from error
-    return DionMuon.from_config(config, _param_groups(groups, config))
+    return DionMuon.from_config(config, param_groups(groups, config))
 
 
-def _param_groups(groups: list[NamedGroup], config: DionMuonSection) -> list[dict[str, object]]:
+def param_groups(groups: list[NamedGroup], config: DionMuonSection) -> list[dict[str, object]]:
+    """Return groups in torch's form, named, with the hyperparameters they set for themselves."""
     return [
         {
             "name": group.name,

@@ -124,7 +124,7 @@ def test_local_stacks_of_many_layers_form_one_batch_under_the_cap() -> None:
     group = PlannedGroup("experts", "muon", specs)
     (bucket,) = build_plan([group], PlanOptions("float32"), choose).buckets
     assert [chunk.stop - chunk.start for chunk in bucket.chunks] == [24]
-    cap = 10 * 8 * 8 * 4 / 2**30
+    cap = 10 * (2 + 4) * 8 * 8 * 4 / 2**30
     (bucket,) = build_plan([group], PlanOptions("float32", max_stack_gib=cap), choose).buckets
     assert [chunk.stop - chunk.start for chunk in bucket.chunks] == [8, 8, 8]
 

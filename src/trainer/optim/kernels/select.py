@@ -104,9 +104,9 @@ def _choose(
         return KernelChoice("dense", f"matrices under {MIN_SYMMETRIC_ROWS} have little to halve")
     load_products = partial(symmetric.quack_products, capability)
     if longer >= MIN_GRAM_ASPECT * shorter:
-        reason = f"aspect ratio {longer / shorter:.2g} is at least {MIN_GRAM_ASPECT}"
+        reason = f"aspect ratio {longer / shorter:.3g} is at least {MIN_GRAM_ASPECT:.3g}"
         return KernelChoice("gram", reason, True, load_products)
-    reason = f"half the symmetric products; aspect ratio {longer / shorter:.2g} is too low for gram"
+    reason = f"half the symmetric products; aspect ratio {longer / shorter:.3g} is too low for gram"
     return KernelChoice("symmetric", reason, True, load_products)
 
 

@@ -23,10 +23,16 @@ def test_the_committed_table_is_what_the_simulation_gives(name, dtype):
     assert simulated == COMMITTED_SEGMENTS[name][dtype]
 
 
-def test_rows_are_fused_from_an_aspect_ratio_of_two_in_either_orientation():
-    assert gram_segments(QUINTIC, torch.bfloat16, 96, 191) == (1, 1, 1, 1, 1)
-    assert gram_segments(QUINTIC, torch.bfloat16, 96, 192) == (2, 2, 1)
-    assert gram_segments(QUINTIC, torch.bfloat16, 2048, 768) == (2, 2, 1)
+def test_more_rows_are_fused_the_longer_the_matrix_in_either_orientation():
+    assert gram_segments(QUINTIC, torch.bfloat16, 1536, 2047) == (1, 1, 1, 1, 1)
+    assert gram_segments(QUINTIC, torch.bfloat16, 1536, 2048) == (2, 1, 1, 1)
+    assert gram_segments(QUINTIC, torch.bfloat16, 2047, 1024) == (2, 1, 1, 1)
+    assert gram_segments(QUINTIC, torch.bfloat16, 2048, 1024) == (2, 2, 1)
+
+
+def test_small_matrices_fuse_the_first_pair_alone_whatever_their_aspect_ratio():
+    assert gram_segments(QUINTIC, torch.bfloat16, 2048, 768) == (2, 1, 1, 1)
+    assert gram_segments(QUINTIC, torch.float16, 96, 960) == (2, 1, 1, 1)
 
 
 def test_float32_and_matrices_smaller_than_the_simulated_ones_fuse_nothing():
