@@ -6,10 +6,12 @@ is sharded over which axis (`fsdp.py`, read next).
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
@@ -75,8 +77,8 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
     Raises:
         UserError: the section does not fit the number of ranks.
 
-    Collective: all ranks; creates the group of every axis and runs one all-reduce in each, always
-        in the same order.
+    Collective: all ranks; creates the group of every axis, bounded by `parallel.timeout_s`, and
+        runs one all-reduce in each, always in the same order.
     """
     if not dist.is_initialized():
         _start_one_rank(device_type)
@@ -86,7 +88,9 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
         (sizes.dp_replicate, sizes.dp_shard_mod_ep, sizes.ep),
         mesh_dim_names=(DP_REPLICATE, DP_SHARD_MOD_EP, EP),
     )
-    _warm_up(mesh)
+    groups = [*mesh.get_all_groups(), dense_mesh(mesh).get_group(DP_SHARD)]
+    _limit(groups, timedelta(seconds=config.timeout_s))
+    _warm_up(groups, device_type)
     return mesh
 
 
@@ -110,11 +114,20 @@ def ep_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[EP]
 
 
-def _warm_up(mesh: DeviceMesh) -> None:
-    """Use every group once, in one order: communicators made lazily can deadlock over nodes."""
-    groups = [*mesh.get_all_groups(), dense_mesh(mesh).get_group(DP_SHARD)]
+def _limit(groups: list[dist.ProcessGroup], timeout: timedelta) -> None:
+    """Let collectives of `groups` take no longer than `timeout`.
+
+    A mesh gives its groups torch's default (10 or 30 minutes) and takes no other for all backends;
+    torchtitan sets it in the same way.
+    """
     for group in groups:
-        dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+        _set_pg_timeout(timeout, group)
+
+
+def _warm_up(groups: list[dist.ProcessGroup], device_type: str) -> None:
+    """Use every group once, in one order: communicators made lazily can deadlock over nodes."""
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device_type), group=group)
 
 
 def _start_one_rank(device_type: str) -> None:
