@@ -42,8 +42,8 @@ def _address(table_ptr, matrix, COLUMN: tl.constexpr):
 
 @triton.jit
 def _matrix_ptr(table_ptr, matrix, COLUMN: tl.constexpr):
-    address = tl.multiple_of(_address(table_ptr, matrix, COLUMN), 16)
-    return address.to(tl.pointer_type(tl.float32))
+    pointer = _address(table_ptr, matrix, COLUMN).to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(pointer, 16)
 
 
 @triton.jit
