@@ -58,6 +58,7 @@ class DocumentReader:
         source: read one page at a time.
         encode: a document to ids.
         field: the source's name in the config, for messages.
+        purpose: what its documents are there for, for messages.
         keeps: which documents are read; the others are passed over.
         max_epochs: after as many the source is at its end; None: never.
     """
@@ -68,6 +69,7 @@ class DocumentReader:
         encode: Callable[[Content], np.ndarray],
         *,
         field: str = "data.source",
+        purpose: str = "trained on",
         keeps: Callable[[Content], bool] = lambda content: True,
         max_epochs: int | None = None,
     ) -> None:
@@ -75,6 +77,7 @@ class DocumentReader:
         self._source = source
         self._encode = encode
         self._field = field
+        self._purpose = purpose
         self._keeps = keeps
         self._max_epochs = max_epochs
         self._next = Place()
@@ -146,7 +149,7 @@ class DocumentReader:
             return
         if not self._gave_any:
             raise UserError(
-                f"{self._field}: a whole epoch has no document to train on (all are empty or held "
-                "out): give a source with text, or lower val.fraction"
+                f"{self._field}: a whole epoch has no document to be {self._purpose}: give a source "
+                "with (more) text, or another val.fraction"
             )
         self._next, self._gave_any = Place(self._next.epoch + 1), False

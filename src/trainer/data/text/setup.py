@@ -108,11 +108,16 @@ class TextSetup:
             UserError: a source cannot be read, or has nothing to validate on.
         """
         if val.source is not None:
-            queues = self._queues(val.source, "val.source", None, max_epochs=1)
+            queues = self._queues(val.source, "val.source", None, purpose="evaluated", max_epochs=1)
         elif val.fraction:
             keeps = HashSplit(val.fraction).holds_out
             queues = self._queues(
-                self.data.source, "val.fraction", "held out", keeps=keeps, max_epochs=1
+                self.data.source,
+                "data.source",
+                "held out",
+                purpose="held out",
+                keeps=keeps,
+                max_epochs=1,
             )
         else:
             return []
@@ -124,6 +129,7 @@ class TextSetup:
         field: str,
         shuffle_key: str | None,
         *,
+        purpose: str = "trained on",
         keeps: Callable[[Content], bool] = lambda content: True,
         max_epochs: int | None = None,
     ) -> list[PackQueue]:
@@ -136,6 +142,7 @@ class TextSetup:
                 open_source(part, name, shuffle, self.identity),
                 self.encoder.encode,
                 field=name,
+                purpose=purpose,
                 keeps=keeps,
                 max_epochs=max_epochs or part.max_epochs,
             )

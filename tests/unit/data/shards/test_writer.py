@@ -64,11 +64,11 @@ def test_a_shard_that_was_lost_is_made_again(request_):
 
 
 def test_processes_write_the_same(tmp_path):
-    path = write_jsonl_texts(tmp_path / "a.jsonl", texts(100, length=2000))
+    path = write_jsonl_texts(tmp_path / "a.jsonl", texts(300, length=2000))
     source = TextFilesSource(path=str(path), block_kib=1)
     for folder, num_workers in (("alone", 1), ("together", 2)):
         request = TokenizeRequest(source, tmp_path / folder, None, num_workers, 1)
-        assert len(tokenize(request, lambda line: None).shards) == 2
+        assert len(tokenize(request, lambda line: None).shards) > 1
     assert contents(tmp_path / "together") == contents(tmp_path / "alone")
 
 

@@ -51,7 +51,9 @@ def test_validation_stops_at_its_packs(source):
 
 def test_nothing_to_validate_on_is_refused(tmp_path):
     path = write_jsonl_texts(tmp_path / "a.jsonl", texts(2))
-    with pytest.raises(UserError, match=r"val\.fraction: a whole epoch has no document"):
+    with pytest.raises(
+        UserError, match=r"data\.source: a whole epoch has no document to be held out"
+    ):
         pretrain_data({"type": "files", "path": str(path)}, val={"fraction": 1e-9})
 
 
