@@ -4,10 +4,8 @@ Owns the order of a load. `match.py` owns what does not fit, `safe_load.py` what
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +24,6 @@ from trainer.errors import UserError
 from trainer.parallel.agreement import Ranks
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,21 +50,6 @@ def open_checkpoint(folder: Path) -> OpenCheckpoint:
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     return OpenCheckpoint(folder, manifest, read_index(folder))
-
-
-def agreed(read: Callable[[], T], ranks: Ranks) -> T:
-    """Run `read` on every rank; a UserError on any is raised on all.
-
-    Collective: all ranks.
-    """
-    results: list[T] = []
-    error = None
-    try:
-        results.append(read())
-    except UserError as refusal:
-        error = str(refusal)
-    ranks.agree(error, UserError)
-    return results[0]
 
 
 def load_into(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trainer.checkpoint.background import BackgroundWrite
 from trainer.checkpoint.folder import list_steps, recover, step_folder
 from trainer.checkpoint.manifest import read_manifest
-from trainer.checkpoint.reader import agreed, load_into, log_what_differs, open_checkpoint
+from trainer.checkpoint.reader import load_into, log_what_differs, open_checkpoint
 from trainer.checkpoint.snapshot import capture, copy_to_host
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.errors import UserError
@@ -134,7 +134,7 @@ class CheckpointStore:
 
         Collective: all ranks, over the store's own group.
         """
-        return agreed(lambda: read_manifest(self._existing(step)), self._ranks).progress
+        return self._ranks.together(lambda: read_manifest(self._existing(step))).progress
 
     def load(
         self, which: int | Literal["latest"], model: PreTrainedModel, optimizer: Optimizer
@@ -162,7 +162,7 @@ class CheckpointStore:
             if self._ranks.is_first:
                 logger.warning("no checkpoint in %s: starting fresh", self.root)
             return None
-        checkpoint = agreed(lambda: open_checkpoint(self._existing(step)), self._ranks)
+        checkpoint = self._ranks.together(lambda: open_checkpoint(self._existing(step)))
         load_into(checkpoint, model, optimizer, self._ranks)
         log_what_differs(checkpoint.manifest, self._ranks)
         self._log_resume(step)

@@ -1,5 +1,7 @@
 """Supervised fine-tuning, from a config to saved weights."""
 
+from transformers import PreTrainedTokenizerFast
+
 from trainer.config import SFTConfig
 from trainer.data import SFTData, setup_sft_data, setup_tokenizer
 from trainer.loops.assembly import open_run
@@ -7,6 +9,7 @@ from trainer.loops.evaluate import mean_loss
 from trainer.loops.greedy import answer_greedily, samples_text
 from trainer.loops.run import Run
 from trainer.loops.supervised import train
+from trainer.parallel.agreement import Ranks
 from trainer.parallel.world import open_world
 
 NUM_SAMPLES_SHOWN = 3
@@ -22,8 +25,7 @@ def run_sft(config: SFTConfig) -> None:
     Collective: every rank of the launch calls it.
     """
     with open_world(config.parallel) as world:
-        tokenizer = setup_tokenizer(config.data, config.model.name)
-        data = setup_sft_data(config.data, config.val, tokenizer, config.seed)
+        tokenizer, data = Ranks().together(lambda: _setup_data(config))
         with open_run(config, world, tokenizer, "SFT") as (run, position):
             run.say(data.description)
             if position is None:
@@ -32,6 +34,11 @@ def run_sft(config: SFTConfig) -> None:
                 data.train.load_state_dict(position)
             train(run, config, data.train, lambda: evaluate(run, config, data))
             run.say(_where_things_lie(run))
+
+
+def _setup_data(config: SFTConfig) -> tuple[PreTrainedTokenizerFast, SFTData]:
+    tokenizer = setup_tokenizer(config.data, config.model.name)
+    return tokenizer, setup_sft_data(config.data, config.val, tokenizer, config.seed)
 
 
 def evaluate(run: Run, config: SFTConfig, data: SFTData) -> dict[str, float]:

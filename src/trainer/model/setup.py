@@ -5,9 +5,9 @@ Owns the order of construction and what is sharded how. Read next: `causal_lm.py
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from trainer.model.experts import choose_experts_impl
 from trainer.model.init import init_random_
 from trainer.model.moe import MoEBlock
 from trainer.model.weights import load_weights_
+from trainer.parallel.agreement import Ranks
 from trainer.parallel.fsdp import (
     describe_expert_shards,
     prefetch_next_,
@@ -40,11 +41,8 @@ from trainer.parallel.fsdp import (
     shard_experts_,
 )
 from trainer.parallel.mesh import ep_mesh
-from trainer.parallel.world import raise_together
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -75,7 +73,7 @@ def setup_model(
         outputs = model(input_ids, position_ids=position_ids, target_ids=target_ids)
     """
     device = _device(mesh)
-    hf_config = _together(lambda: _resolve(config, ep_mesh(mesh).size()))
+    hf_config = Ranks().together(lambda: _resolve(config, ep_mesh(mesh).size()))
     with torch.device("meta"):
         model = _build(hf_config, _resolve_computation(config, hf_config, device.type))
     if config.activation_checkpointing:
@@ -89,17 +87,6 @@ def setup_model(
     if config.compile:
         _compile_(model)
     return model
-
-
-def _together(function: Callable[[], T]) -> T:
-    """Return `function()`; a user's error on one rank is raised on all."""
-    result, error = None, None
-    try:
-        result = function()
-    except UserError as caught:
-        error = str(caught)
-    raise_together(error)
-    return cast(T, result)
 
 
 def _resolve(config: ModelConfig, ep_size: int) -> QwenConfig:
@@ -199,7 +186,7 @@ def _rotary(hf_config: QwenConfig) -> nn.Module:
 def _load_(model: CausalLM, config: ModelConfig) -> None:
     name = config.name
     assert name is not None, "ModelConfig has a source"
-    folder = _together(lambda: locate_model(name, with_weights=True))
+    folder = Ranks().together(lambda: locate_model(name, with_weights=True))
     tied = frozenset({"lm_head.weight"}) if model.config.tie_word_embeddings else frozenset()
     read = load_weights_(model, folder, ignored=tied)
     logger.info(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.model.hf_names import Piece, published_pieces
+from trainer.parallel.agreement import Ranks
 from trainer.parallel.boxes import Box, local_box, local_part
-from trainer.parallel.world import raise_together
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
@@ -49,23 +49,10 @@ def load_weights_(model: nn.Module, folder: Path, *, ignored: frozenset[str]) ->
 
     Collective: all ranks, one all-gather before reading and one after.
     """
+    ranks = Ranks()
     with ExitStack() as stack:
-        files, error = None, None
-        try:
-            files = OpenFiles(folder, stack)
-            plan = {name: _pieces(name, p, files) for name, p in model.named_parameters()}
-            _check(plan, files, ignored)
-        except UserError as caught:
-            error, plan = str(caught), {}
-        raise_together(error)
-        assert files is not None
-        read, error = WeightsRead(0, 0), None
-        try:
-            read = _fill_(model, plan, files)
-        except SafetensorError as caught:
-            error = f"model.name={str(folder)!r}: a tensor could not be read ({caught})"
-        raise_together(error)
-        return read
+        files, plan = ranks.together(lambda: _plan(model, OpenFiles(folder, stack), ignored))
+        return ranks.together(lambda: _fill_(model, plan, files))
 
 
 class OpenFiles:
@@ -90,8 +77,18 @@ class OpenFiles:
         return self._file_of[name].name
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Return a part of a tensor, on the CPU, in the file's dtype; reads no more than that."""
-        return self._slice(name)[part]
+        """Return a part of a tensor, on the CPU, in the file's dtype; reads no more than that.
+
+        Raises:
+            UserError: the file cannot be read there.
+        """
+        try:
+            return self._slice(name)[part]
+        except SafetensorError as error:
+            raise UserError(
+                f"model.name={str(self.folder)!r}: tensor {name} in {self.file_name(name)} cannot "
+                f"be read ({error}): copy the file again"
+            ) from error
 
     def _slice(self, name: str) -> Any:
         return self._handles[self._file_of[name]].get_slice(name)
@@ -126,6 +123,15 @@ def _open(file: Path) -> Any:
             f"weights file {file} is damaged or half-written ({error}, {file.stat().st_size} "
             "bytes): copy it again"
         ) from error
+
+
+def _plan(
+    model: nn.Module, files: OpenFiles, ignored: frozenset[str]
+) -> tuple[OpenFiles, dict[str, list[Piece]]]:
+    """Return the files and, for each parameter, what to read from them; all of it checked."""
+    plan = {name: _pieces(name, p, files) for name, p in model.named_parameters()}
+    _check(plan, files, ignored)
+    return files, plan
 
 
 def _pieces(name: str, parameter: nn.Parameter, files: OpenFiles) -> list[Piece]:

@@ -9,6 +9,8 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
+from trainer.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -66,6 +68,23 @@ class Ranks:
         raise kind(
             "; ".join(f"rank {_listed(ranks)}: {text}" for text, ranks in by_message.items())
         )
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Return `function()`, run on every rank; a user's error on any is raised on all.
+
+        Raises:
+            UserError: `function` raised it on some rank.
+
+        Collective: all ranks, one all-gather, after `function`.
+        """
+        results: list[T] = []
+        error = None
+        try:
+            results.append(function())
+        except UserError as refusal:
+            error = str(refusal)
+        self.agree(error, UserError)
+        return results[0]
 
     def on_first(self, function: Callable[[], T], *failures: type[Exception]) -> T:
         """Return rank 0's `function()` on every rank; a failure there is raised on all.

@@ -51,3 +51,21 @@ def test_first_rank_s_result_and_failure_reach_all():
 
     with pytest.raises(OSError, match="no"):
         ranks.on_first(fail, OSError)
+
+
+def test_what_runs_together_gives_every_rank_its_own_result():
+    assert Ranks().together(lambda: 7) == 7
+
+
+def test_a_users_error_of_another_rank_is_raised_here_too():
+    ranks = answers(Ranks(), None, "data.source.path='x' does not exist")
+    with pytest.raises(UserError, match=r"^rank 1: data\.source\.path='x' does not exist$"):
+        ranks.together(lambda: 7)
+
+
+def test_other_failures_are_not_dressed_as_a_users_error():
+    def fail() -> None:
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError, match="ours"):
+        Ranks().together(fail)
