@@ -20,7 +20,6 @@ object.
 """
 
 import argparse
-import gc
 import logging
 import statistics
 import time
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device import allocated, peak, release, reset_peak, synchronize
 from idle import measure_idle
 from rank_model import build_model, fill_gradients_, held_gib, is_launched, open_ranks, read_model
 from records import describe_environment, report
@@ -110,7 +110,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="qwen3_30b_a3b", help="a file of configs/models")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
@@ -142,8 +142,7 @@ def run_variant(
     step = Step(optimizer, device)
     for _ in range(arguments.warm_up):
         step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak(device)
     before = allocated(device)
     times = [step() for _ in range(arguments.steps)]
     extra = (peak(device) - before) / GIB
@@ -169,11 +168,11 @@ def run_variant(
 class Step:
     """Times one optimizer step as S1's table does: synchronize, step, synchronize."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Any, device: torch.device) -> None:
         self._optimizer = optimizer
         self._device = device
         # As in training: every update waits for a flag on the device.
-        self._gate = {"finite": torch.tensor(True, device=device)}
+        self._finite = torch.tensor(True, device=device)
 
     def __call__(self) -> float:
         """Return the seconds of a step on the slowest rank."""
@@ -185,7 +184,7 @@ class Step:
 
     def launch(self) -> None:
         """Take a step without waiting for it."""
-        self._optimizer.step(**self._gate)
+        self._optimizer.step(finite=self._finite)
 
 
 def predict(
@@ -249,29 +248,6 @@ def slowest(seconds: float, device: torch.device) -> float:
     value = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def allocated(device: torch.device) -> int:
-    """Return the bytes allocated now; 0 on a CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def peak(device: torch.device) -> int:
-    """Return the most bytes allocated since the last reset; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def release(device: torch.device) -> None:
-    """Give cached memory back, so that variants do not inherit each other's fragments."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

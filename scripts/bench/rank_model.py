@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import trainer.model.setup
 from trainer.config.model import ModelConfig
 from trainer.config.parallel import ParallelConfig
+from trainer.model.causal_lm import CausalLM
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.world import close_world, init_world
 
@@ -115,7 +116,7 @@ def read_model(name: str, num_layers: int | None, *, is_tiny: bool) -> ModelConf
 
 def build_model(
     config: ModelConfig, ep: int, device_type: str, *, seed: int = 0
-) -> tuple[nn.Module, DeviceMesh]:
+) -> tuple[CausalLM, DeviceMesh]:
     """Return the model as `setup_model` makes it and its mesh, weights drawn on the device.
 
     `setup_model` draws each matrix on the CPU, so that weights do not depend on the sharding; for
@@ -124,13 +125,14 @@ def build_model(
     Collective: all ranks.
     """
     mesh = build_mesh(ParallelConfig(ep=ep), device_type)
-    with mock.patch.object(trainer.model.setup, "init_random_", _fill_on_device_):
+    with mock.patch.object(trainer.model.setup, "init_random_", fill_on_device_):
         model = trainer.model.setup.setup_model(config, mesh, seed=seed)
     return model, mesh
 
 
 @torch.no_grad()
-def _fill_on_device_(model: nn.Module, *, seed: int, std: float) -> None:
+def fill_on_device_(model: nn.Module, *, seed: int, std: float) -> None:
+    """Fill every local shard with normal numbers, norms' weights too."""
     rank = dist.get_rank()
     for index, parameter in enumerate(model.parameters()):
         shard = _local(parameter)

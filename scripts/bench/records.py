@@ -1,6 +1,10 @@
-"""Where a benchmark's numbers came from, and the file that keeps them."""
+"""Where a benchmark's numbers came from, and the file that keeps them.
+
+A host that got a copy without its history is told the commit in the variable BENCH_COMMIT.
+"""
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -18,7 +22,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
-        "commit": _output("git", "rev-parse", "HEAD"),
+        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("BENCH_COMMIT", ""),
         "is_dirty": bool(_output("git", "status", "--porcelain", "--untracked-files=no")),
     }
 

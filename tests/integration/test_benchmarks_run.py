@@ -44,3 +44,16 @@ def test_muon_step_compares_the_variants_that_can_run_at_each_ep():
     assert all(row["median_s"] > 0 for row in record["rows"])
     assert any("dion_quack: skipped" in line for line in lines)
     assert set(record["summary"]["speedups"]) == {"ep 8: adamw / ours", "ep 2: adamw / ours"}
+
+
+def test_train_step_compares_our_step_with_transformers_own():
+    command = [sys.executable, str(BENCH / "train_step.py"), "--tiny", "--device", "cpu"]
+    command += ["--layers", "1", "--tokens", "32", "--seq-len", "16", "--memory-lengths", "16"]
+    command += ["--warm-up", "1", "--steps", "2", "--variants", "ours", "transformers"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert [row["variant"] for row in record["rows"]] == ["ours", "transformers"]
+    assert all(0 < row["optimizer_share"] < 1 for row in record["rows"])
+    assert record["peak_gib_by_tokens"].keys() == {"16"}
+    assert record["summary"].keys() == {"eager"}
