@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 DEMO_DIR ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check format clean
+.PHONY: help install demo demo-pretrain test check format clean
 
 help:
 	@echo "make demo      train a small Qwen3-MoE on this machine, from nothing to weights"
+	@echo "make demo-pretrain  pretrain one on the standard library's sources, and print samples"
 	@echo "make test      the whole CPU test suite"
 	@echo "make check     linters, types, import layers: all that CI runs besides the tests"
 	@echo "make format    let ruff mend what it can"
@@ -23,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt scripts/install.sh
 
 demo: $(STAMP)
 	$(BIN)/trainer sft @ configs/sft/demo.toml --output-dir "$(DEMO_DIR)"
+
+demo-pretrain: $(STAMP)
+	$(BIN)/trainer pretrain @ configs/pretrain/demo.toml --output-dir "$(DEMO_DIR)-pretrain"
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"

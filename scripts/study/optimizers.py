@@ -1,0 +1,220 @@
+"""Does Muon earn its place? AdamW and Muon at the demo's scale, and what must not matter.
+
+    python -m scripts.study.optimizers --out outputs/study            the whole study
+    python -m scripts.study.optimizers --out outputs/study --short    its shortest form, as CI runs
+
+Tune: both optimizers get the same number of learning rates at seed 0; Muon's AdamW groups
+(embeddings, head, norms) keep the rate of the ready config. Compare: each winner over all seeds.
+Overlay: `impl`, `kernel` and sharding on one seed, whose curves must coincide. Runs one after
+another, one CPU thread a rank; a run that is finished in `--out` is not repeated, so the study can
+be interrupted. Ends with the figures, the table and one JSON line; `report.py` draws them.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.records import describe_environment
+from scripts.study.report import draw_comparison, draw_overlay, table
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "pretrain" / "demo.toml"
+TUNED_LRS = {
+    "adamw": (0.001, 0.002, 0.004, 0.008, 0.016),
+    "muon": (0.005, 0.01, 0.02, 0.04, 0.08),
+}
+SETTINGS = {
+    "adamw": ("--optim.type", "adamw", "--optim.weight-decay", "0.01"),
+    "muon": (),
+}
+OVERLAYS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "impl stacked, 1 rank": (1, ()),
+    "impl per_matrix": (1, ("--optim.impl", "per_matrix")),
+    "kernel gram": (1, ("--optim.kernel", "gram")),
+    "2 ranks, fsdp": (2, ("--parallel.dp-shard", "2")),
+    "2 ranks, ep": (2, ("--parallel.dp-shard", "2", "--parallel.ep", "2")),
+    "2 ranks, replicas": (2, ("--parallel.dp-replicate", "2", "--parallel.dp-shard", "1")),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the study.
+
+    Attributes:
+        name: Of its folder.
+        flags: After the config.
+        num_ranks: Processes.
+        num_steps: Optimizer steps.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    num_ranks: int
+    num_steps: int
+
+
+def main() -> None:
+    """Run what is missing, then report."""
+    arguments = parse_arguments()
+    out = Path(arguments.out)
+    lrs = {name: rates[2:3] if arguments.short else rates for name, rates in TUNED_LRS.items()}
+    seeds = range(1 if arguments.short else arguments.seeds)
+    best = {name: tune(out, name, lrs[name], arguments.steps) for name in lrs}
+    compared = {
+        name: [run(out, trial(name, lr, seed, arguments.steps)) for seed in seeds]
+        for name, lr in best.items()
+    }
+    overlays = dict(list(OVERLAYS.items())[: 2 if arguments.short else None])
+    overlaid = {
+        name: run(out, overlay_trial(name, best["muon"], num_ranks, flags, arguments.overlay_steps))
+        for name, (num_ranks, flags) in overlays.items()
+    }
+    record = summarize(arguments, lrs, best, compared, overlaid, out)
+    report(out, record)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", required=True, help="folder of the runs and the report")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--overlay-steps", type=int, default=30)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--short", action="store_true", help="one rate, one seed, one overlay")
+    return parser.parse_args()
+
+
+def trial(optimizer: str, lr: float, seed: int, num_steps: int) -> Trial:
+    """Return the run of an optimizer with a learning rate and a seed."""
+    flags = (*SETTINGS[optimizer], "--optim.lr", str(lr), "--seed", str(seed))
+    return Trial(f"{optimizer}-lr{lr}-seed{seed}-{num_steps}", flags, 1, num_steps)
+
+
+def overlay_trial(
+    name: str, lr: float, num_ranks: int, flags: tuple[str, ...], num_steps: int
+) -> Trial:
+    """Return the run of one way to compute the same."""
+    label = "".join(character if character.isalnum() else "-" for character in name)
+    flags = ("--optim.lr", str(lr), *flags)
+    return Trial(f"overlay-{label}-{num_steps}", flags, num_ranks, num_steps)
+
+
+def tune(out: Path, optimizer: str, lrs: tuple[float, ...], num_steps: int) -> float:
+    """Return the learning rate of the lowest validation loss at seed 0."""
+    losses = {lr: run(out, trial(optimizer, lr, 0, num_steps))[-1]["val/loss"] for lr in lrs}
+    return min(losses, key=lambda lr: losses[lr] if losses[lr] is not None else float("inf"))
+
+
+def run(out: Path, trial: Trial) -> list[dict[str, Any]]:
+    """Return the metrics of a trial, running it if it is not there."""
+    folder = out / "runs" / trial.name
+    lines = read_metrics(folder)
+    if not lines or lines[-1]["step"] < trial.num_steps:
+        shutil.rmtree(folder, ignore_errors=True)
+        launch(trial, folder)
+        lines = read_metrics(folder)
+    last = lines[-1]
+    print(f"{trial.name}: loss {last['loss/mean']:.4f}, validation {last['val/loss']}", flush=True)
+    return lines
+
+
+def launch(trial: Trial, folder: Path) -> None:
+    """Run `trainer pretrain` in processes of its own."""
+    ranks = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={trial.num_ranks}")
+    interval = max(1, trial.num_steps // 6)
+    command = [
+        *(sys.executable, *(ranks if trial.num_ranks > 1 else ())),
+        *("-m", "trainer", "pretrain", "@", str(CONFIG), *trial.flags),
+        *("--output-dir", str(folder), "--max-steps", str(trial.num_steps)),
+        *("--val.prompts", "[]", "--val.interval", str(interval), "--val.max-packs", "16"),
+        *("--wandb.enabled", "false", "--ckpt.interval", "0"),
+    ]
+    began = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.log").open("w") as log:
+        subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    for heavy in ("checkpoints", "weights"):
+        shutil.rmtree(folder / heavy)
+    print(f"{trial.name}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return a run's metrics; empty if it has none."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summarize(
+    arguments: argparse.Namespace,
+    lrs: dict[str, tuple[float, ...]],
+    best: dict[str, float],
+    compared: dict[str, list[list[dict[str, Any]]]],
+    overlaid: dict[str, list[dict[str, Any]]],
+    out: Path,
+) -> dict[str, Any]:
+    """Return what the study found, as JSON."""
+    import torch
+
+    return {
+        **describe_environment(torch.device("cpu")),
+        "config": str(CONFIG.relative_to(ROOT)),
+        "steps": arguments.steps,
+        "tuning": {
+            name: {
+                str(lr): run(out, trial(name, lr, 0, arguments.steps))[-1]["val/loss"]
+                for lr in lrs[name]
+            }
+            for name in lrs
+        },
+        "best_lr": best,
+        "compared": {name: [curve(lines) for lines in runs] for name, runs in compared.items()},
+        "overlaid": {name: curve(lines)["loss"] for name, lines in overlaid.items()},
+    }
+
+
+def curve(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return losses over tokens and seconds (of steps alone), and what was evaluated."""
+    seconds = list(_sums(line["time/step"] for line in lines))
+    evaluated = [i for i, line in enumerate(lines) if line.get("val/loss") is not None]
+    return {
+        "tokens": [line["progress/num_tokens"] for line in lines],
+        "seconds": [round(second, 3) for second in seconds],
+        "loss": [line["loss/mean"] for line in lines],
+        "optimizer_seconds": [round(line["time/optimizer"], 4) for line in lines],
+        "val_tokens": [lines[i]["progress/num_tokens"] for i in evaluated],
+        "val_seconds": [round(seconds[i], 3) for i in evaluated],
+        "val_loss": [lines[i]["val/loss"] for i in evaluated],
+        "val_bits_per_byte": [lines[i]["val/bits_per_byte"] for i in evaluated],
+    }
+
+
+def report(out: Path, record: dict[str, Any]) -> None:
+    """Write figures, table and JSON into `out`; the last line of output is the JSON's summary."""
+    draw_comparison(record, out / "optimizers.png")
+    draw_overlay(record, out / "overlay.png")
+    (out / "optimizers.json").write_text(json.dumps(record) + "\n")
+    text = table(record)
+    (out / "table.md").write_text(text)
+    print(text)
+    print(json.dumps({name: record[name] for name in ("commit", "steps", "best_lr", "tuning")}))
+
+
+def _sums(values: Iterator[float]) -> Iterator[float]:
+    total = 0.0
+    for value in values:
+        total += value
+        yield total
+
+
+if __name__ == "__main__":
+    main()

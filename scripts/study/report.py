@@ -1,0 +1,125 @@
+"""Figures and tables of the optimizer study, from its JSON."""
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+COLORS = {"adamw": "tab:orange", "muon": "tab:blue"}
+
+
+def draw_comparison(record: dict[str, Any], out: Path) -> None:
+    """Draw validation loss against tokens and against time, a line a seed."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, axis in enumerate(("tokens", "seconds")):
+        axes = figure.add_subplot(1, 2, index + 1)
+        for name, runs in record["compared"].items():
+            for seed, curve in enumerate(runs):
+                label = f"{name}, lr {record['best_lr'][name]}" if seed == 0 else None
+                axes.plot(
+                    curve[f"val_{axis}"],
+                    curve["val_loss"],
+                    "o-",
+                    ms=3,
+                    color=COLORS[name],
+                    label=label,
+                )
+        axes.set_xlabel("tokens" if axis == "tokens" else "seconds in steps, one CPU thread")
+        axes.set_ylabel("validation loss (nats a byte)")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(out, dpi=120)
+
+
+def draw_overlay(record: dict[str, Any], out: Path) -> None:
+    """Draw training losses that must coincide, and how far each is from the first."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+    reference = next(iter(record["overlaid"].values()))
+    for name, losses in record["overlaid"].items():
+        steps = range(1, len(losses) + 1)
+        above.plot(steps, losses, label=name)
+        apart = [max(1e-9, abs(a - b)) for a, b in zip(losses, reference, strict=True)]
+        below.semilogy(steps, apart, label=name)
+    above.set_ylabel("training loss")
+    below.set_ylabel("distance from the first (1e-9: none)")
+    for axes in (above, below):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.savefig(out, dpi=120)
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return the study's tables as Markdown."""
+    return "\n".join([*_comparison(record), "", *_tuning(record), "", *_overlay(record), ""])
+
+
+def _comparison(record: dict[str, Any]) -> list[str]:
+    lines = [
+        "| optimizer | lr | validation loss | bits a byte | s a step | of it optimizer | tokens to "
+        "AdamW's final loss | time to it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    goal = statistics.mean(curve["val_loss"][-1] for curve in record["compared"]["adamw"])
+    for name, runs in record["compared"].items():
+        step = statistics.median(c["seconds"][-1] / len(c["seconds"]) for c in runs)
+        optimizer = statistics.median(t for c in runs for t in c["optimizer_seconds"])
+        cells = [
+            name,
+            str(record["best_lr"][name]),
+            _spread([curve["val_loss"][-1] for curve in runs]),
+            _spread([curve["val_bits_per_byte"][-1] for curve in runs]),
+            f"{step:.3f}",
+            f"{optimizer:.3f}",
+            _reached(runs, "tokens", goal),
+            _reached(runs, "seconds", goal),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _tuning(record: dict[str, Any]) -> list[str]:
+    lines = ["| optimizer | learning rate: validation loss at seed 0 |", "|---|---|"]
+    for name, losses in record["tuning"].items():
+        tried = ", ".join(f"{lr}: {loss:.4f}" for lr, loss in losses.items())
+        lines.append(f"| {name} | {tried} |")
+    return lines
+
+
+def _overlay(record: dict[str, Any]) -> list[str]:
+    reference = next(iter(record["overlaid"].values()))
+    lines = ["| same run, computed as | greatest distance of its loss |", "|---|---|"]
+    for name, losses in record["overlaid"].items():
+        apart = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
+        lines.append(f"| {name} | {apart:.1e} over {len(losses)} steps |")
+    return lines
+
+
+def _spread(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
+
+
+def _reached(runs: Sequence[dict[str, Any]], axis: str, goal: float) -> str:
+    """Return the median of where validation loss meets the goal, linear between evaluations."""
+    places = [place for curve in runs if (place := _crossing(curve, axis, goal)) is not None]
+    if len(places) < len(runs):
+        return f"{len(places)} of {len(runs)} runs do"
+    unit = "" if axis == "tokens" else " s"
+    return f"{statistics.median(places):,.0f}{unit}"
+
+
+def _crossing(curve: dict[str, Any], axis: str, goal: float) -> float | None:
+    points = list(zip(curve[f"val_{axis}"], curve["val_loss"], strict=True))
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y1 <= goal:
+            return x0 + (x1 - x0) * min(1.0, max(0.0, (y0 - goal) / (y0 - y1)))
+    return None
