@@ -1,7 +1,7 @@
 """The record of a run: `metrics.jsonl` and wandb, one object a step on one axis across resumes.
 
 Owns names that reach both places, the cut on resume and wandb's offline fallback. Does not compute
-values (`trainer.step`) or draw them (`trainer.loops.progress`).
+values (`trainer.step`) or draw them (`trainer.loops.display`).
 """
 
 import json

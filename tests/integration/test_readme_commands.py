@@ -1,4 +1,4 @@
-"""Every command of the README runs, in its order and shortened, in a folder that has what it names."""
+"""Every command of the README runs, in its order, shortened."""
 
 import os
 import re

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.support.rows import chat_row
+
 CONFIG = """
 output_dir = "{folder}/run"
 max_steps = 2
@@ -41,12 +43,7 @@ enabled = false
 
 def row(question: str = "hello", answer: str = "olleh") -> dict[str, Any]:
     """Return one training row."""
-    return {
-        "messages": [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
-    }
+    return chat_row(question, answer)
 
 
 def write_tiny_run(folder: Path, lines: list[str] | None = None) -> list[str]:

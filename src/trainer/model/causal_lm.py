@@ -7,11 +7,17 @@ transformers'. Does not own sharding (`setup.py`). Read next: `moe.py`, `attenti
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import LongTensor, Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from trainer.model.attention import AttentionName, packed_mask
@@ -36,15 +42,10 @@ class Computation:
     logits_chunk_tokens: int
 
 
-class DenseCausalLM(Qwen3ForCausalLM):
-    """A dense Qwen3; see `forward_tokens` for what a call does."""
+class TokenScoring(PreTrainedModel):
+    """The forward of both networks, put before transformers' own in the order of base classes."""
 
-    def __init__(self, config: Qwen3Config, computation: Computation) -> None:
-        config._attn_implementation = computation.attention
-        super().__init__(config)
-        self.computation = computation
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - another contract
+    def forward(
         self,
         input_ids: LongTensor | None = None,
         position_ids: LongTensor | None = None,
@@ -56,19 +57,32 @@ class DenseCausalLM(Qwen3ForCausalLM):
         logits: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Score targets as `forward_tokens` does; without them, run transformers' forward."""
+        """Score targets as `forward_tokens` does; without them, run transformers' forward.
+
+        Collective: as `forward_tokens`.
+        """
+        model = cast(CausalLM, self)
         if target_ids is None and not logits:
-            with attention_for_decoding(self):
+            with attention_for_decoding(model):
                 return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
         assert input_ids is not None, "a call needs input_ids"
         assert position_ids is not None, "packs are told apart by position_ids"
         assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
         return forward_tokens(
-            self, input_ids, position_ids, target_ids, token_mask, temperature, with_entropy
+            model, input_ids, position_ids, target_ids, token_mask, temperature, with_entropy
         )
 
 
-class MoECausalLM(Qwen3MoeForCausalLM):
+class DenseCausalLM(TokenScoring, Qwen3ForCausalLM):
+    """A dense Qwen3; see `forward_tokens` for what a call does."""
+
+    def __init__(self, config: Qwen3Config, computation: Computation) -> None:
+        config._attn_implementation = computation.attention
+        super().__init__(config)
+        self.computation = computation
+
+
+class MoECausalLM(TokenScoring, Qwen3MoeForCausalLM):
     """A Qwen3 mixture of experts with our experts; see `forward_tokens` for what a call does."""
 
     def __init__(self, config: Qwen3MoeConfig, computation: Computation) -> None:
@@ -85,29 +99,6 @@ class MoECausalLM(Qwen3MoeForCausalLM):
                     norm_topk_prob=config.norm_topk_prob,
                     impl=computation.experts,
                 )
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - another contract
-        self,
-        input_ids: LongTensor | None = None,
-        position_ids: LongTensor | None = None,
-        target_ids: Tensor | None = None,
-        token_mask: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        logits: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Score targets as `forward_tokens` does; without them, run transformers' forward."""
-        if target_ids is None and not logits:
-            with attention_for_decoding(self):
-                return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
-        assert input_ids is not None, "a call needs input_ids"
-        assert position_ids is not None, "packs are told apart by position_ids"
-        assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
-        return forward_tokens(
-            self, input_ids, position_ids, target_ids, token_mask, temperature, with_entropy
-        )
 
 
 CausalLM = DenseCausalLM | MoECausalLM

@@ -1,7 +1,7 @@
 """What a model's forward hands back: per-token results and routing statistics, never full logits.
 
-Owns the shape of that result. Who fills it: `trainer.model.setup` (log-probs from `log_probs.py`,
-routing terms from `load_balancing.py`). Who reads it: the losses and the loops.
+Owns the shape of that result. Who fills it: `causal_lm.py` (log-probs from `log_probs.py`, routing
+terms from `load_balancing.py`). Who reads it: the losses and the loops.
 """
 
 from dataclasses import dataclass
