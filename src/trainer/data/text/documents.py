@@ -149,7 +149,7 @@ class DocumentReader:
             return
         if not self._gave_any:
             raise UserError(
-                f"{self._field}: a whole epoch has no document to be {self._purpose}: give a source "
-                "with (more) text, or another val.fraction"
+                f"{self._field}: a whole epoch has no document to be {self._purpose}: give a "
+                "source with (more) text, or another val.fraction"
             )
         self._next, self._gave_any = Place(self._next.epoch + 1), False

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainer.data.text.pages import Cursor, Page, Shuffle
 from trainer.errors import UserError
@@ -28,6 +28,8 @@ class Block:
     path: Path
     start: int
     stop: int
+    limit: int
+    """Bytes of a whole block, which a file's last is shorter than."""
 
 
 class FileBlocks:
@@ -55,7 +57,8 @@ class FileBlocks:
     def __getitem__(self, index: int) -> Block:
         file = bisect.bisect_right(self._ends, index)
         start = (index - (self._ends[file - 1] if file else 0)) * self._block_bytes
-        return Block(self.paths[file], start, min(start + self._block_bytes, self._sizes[file]))
+        stop = min(start + self._block_bytes, self._sizes[file])
+        return Block(self.paths[file], start, stop, self._block_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -158,24 +161,40 @@ def read_block(block: Block, column: str) -> list[str]:
 
 def _owned_bytes(block: Block) -> tuple[bytes, int]:
     """Return the whole lines that begin in a block, and where the first of them begins."""
+    # A row is never cut, however long; plain text without line ends must be cut somewhere.
+    limit = -1 if block.path.suffix == JSONL else block.limit
     try:
         with block.path.open("rb") as file:
-            start = 0
-            if block.start:
-                # A line begins behind a newline: one byte further back tells if it is here.
-                file.seek(block.start - 1)
-                start = block.start - 1 + len(file.readline())
-            if start >= block.stop:
-                return b"", start
+            start = _line_start(file, block.start, limit)
+            stop = _line_start(file, block.stop, limit)
             file.seek(start)
-            content = file.read(block.stop - start)
-            if not content.endswith(b"\n"):
-                content += file.readline()
-            return content, start
+            return file.read(max(0, stop - start)), start
     except OSError as error:
         raise UserError(
             f"data.source: {block.path} cannot be read ({error.strerror}): restore the file"
         ) from error
+
+
+def _line_start(file: BinaryIO, position: int, limit: int) -> int:
+    """Return where the first line begins at or behind a position, or the file's end.
+
+    Blocks on both sides of a position ask this, so they agree.
+
+    Args:
+        file: to look into.
+        position: a byte.
+        limit: bytes to search for the line's end; if there is none, the next character will do.
+            Negative: no limit.
+    """
+    if position == 0:
+        return 0
+    # A line begins behind a newline: one byte further back tells if it is here.
+    file.seek(position - 1)
+    line = file.readline(limit)
+    if line.endswith(b"\n") or len(line) < limit or limit < 0:
+        return position - 1 + len(line)
+    is_character = [byte & 0xC0 != 0x80 for byte in line[1:5]]
+    return position + (is_character.index(True) if True in is_character else 0)
 
 
 def _lines(content: bytes, start: int) -> Iterator[tuple[int, bytes]]:

@@ -26,7 +26,7 @@ def test_every_row_is_read_once_whatever_the_block_size(tmp_path, block_bytes):
     assert read == documents
 
 
-@pytest.mark.parametrize("block_bytes", [5, 64, 10_000])
+@pytest.mark.parametrize("block_bytes", [32, 64, 10_000])
 def test_plain_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, block_bytes):
     content = "".join(f"line {i} ✓\n" for i in range(50)) + "no newline at the end"
     path = tmp_path / "a.txt"
@@ -35,6 +35,17 @@ def test_plain_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, block_byte
     read = [text for i in range(len(blocks)) for text in read_block(blocks[i], "text")]
     assert "".join(read) == content
     assert all(text.endswith("\n") for text in read[:-1])
+
+
+@pytest.mark.parametrize("block_bytes", [5, 64])
+def test_text_without_line_ends_is_cut_between_characters(tmp_path, block_bytes):
+    content = "日本語 é🦊" * 40
+    path = tmp_path / "a.txt"
+    path.write_text(content, encoding="utf-8")
+    blocks = FileBlocks([path], block_bytes)
+    read = [text for i in range(len(blocks)) for text in read_block(blocks[i], "text")]
+    assert "".join(read) == content
+    assert max(len(text.encode()) for text in read) <= block_bytes + 3
 
 
 def test_opening_reads_no_file(tmp_path, monkeypatch):
