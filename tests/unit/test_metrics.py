@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import wandb
 
 from trainer.config.run import WandbConfig
 from trainer.metrics import MetricsWriter
@@ -61,6 +62,28 @@ def test_resumes_share_one_wandb_id(tmp_path):
             writer.write(len(ids) + 1, {"loss/mean": 1.0})
         ids.append((tmp_path / "wandb_id").read_text())
     assert ids[0] == ids[1]
+
+
+def test_every_field_of_the_section_reaches_wandb(tmp_path, monkeypatch):
+    asked: dict[str, object] = {}
+    init = wandb.init
+
+    def spy(**arguments: object) -> object:
+        asked.update(arguments)
+        return init(mode="disabled")
+
+    monkeypatch.setattr(wandb, "init", spy)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = WandbConfig(project="p", entity="e", name="n", tags=("a", "b"))
+    MetricsWriter(tmp_path, config, {"seed": 1}).close()
+    wanted = {"project": "p", "entity": "e", "name": "n", "tags": ["a", "b"], "config": {"seed": 1}}
+    assert {key: asked[key] for key in wanted} == wanted
+
+
+def test_wandb_is_left_alone_when_it_is_not_enabled(tmp_path, monkeypatch):
+    monkeypatch.setattr(wandb, "init", lambda **_: pytest.fail("wandb was started"))
+    MetricsWriter(tmp_path, WandbConfig(enabled=False), {}).close()
+    assert not (tmp_path / "wandb").exists()
 
 
 @pytest.mark.parametrize("start", [0, 3])

@@ -122,3 +122,9 @@ def test_prompt_ids_are_the_start_of_the_sample_up_to_the_trained_tokens(raw: di
 def test_row_weights_scale_every_trained_token() -> None:
     (sample,) = encode(byte_tokenizer(), {**chat("q", "a"), "weight": 2.0})
     assert set(sample.weights.tolist()) == {0.0, 2.0}
+
+
+def test_variables_of_the_config_reach_the_template() -> None:
+    tokenizer = byte_tokenizer("{{ greeting }}" + PLAIN_CHATML)
+    (sample,) = encode(tokenizer, chat("q", "a"), template_kwargs={"greeting": "hello "})
+    assert tokenizer.decode(sample.ids).startswith("hello ")

@@ -46,6 +46,19 @@ def test_a_hub_data_set_is_read_by_name(tmp_path: Path) -> None:
     assert rows.where(0) == f"{tmp_path}/set[train]: row 1"
 
 
+def test_subset_and_split_of_a_hub_data_set_are_asked_for(monkeypatch) -> None:
+    asked = []
+
+    def load(*names: str | None, split: str) -> list[dict]:
+        asked.append((*names, split))
+        return ROWS
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    rows = open_rows(HubSource(name="set", subset="easy", split="test"), "data.source")
+    assert asked == [("set", "easy", "test")]
+    assert rows.where(1) == "set[test]: row 2"
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.networks import moe_architecture
-from trainer.config.model import DenseArchitecture, ModelConfig
+from trainer.config.model import DenseArchitecture, ModelConfig, MoEArchitecture
 from trainer.config.sft import SFTConfig
 from trainer.errors import UserError
 from trainer.model.architecture import inline_config, resolve_architecture
@@ -35,6 +35,14 @@ def test_shipped_architectures_have_the_published_size(name: str) -> None:
     # Layers are alike: two sizes give the line.
     one, two = (num_parameters(config.architecture, layers) for layers in (1, 2))
     assert (one + (num_layers - 1) * (two - one)) / 1e9 == PUBLISHED_BILLIONS[name]
+
+
+def test_a_run_of_a_shipped_model_has_its_architecture() -> None:
+    shipped, run = (
+        tomllib.loads((CONFIGS / kind / "qwen3_30b_a3b.toml").read_text())["model"]
+        for kind in ("models", "sft")
+    )
+    assert run == run | shipped
 
 
 def num_parameters(architecture: DenseArchitecture, num_layers: int) -> int:
@@ -70,3 +78,35 @@ def test_a_sliding_window_is_refused(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="use_sliding_window=true"):
         resolve_architecture(ModelConfig(name=str(tmp_path)))
+
+
+CHANGED = {
+    "vocab_size": 65,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 24,
+    "max_position_embeddings": 77,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.5,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": (1,),
+}
+
+
+def test_every_field_of_an_architecture_reaches_transformers() -> None:
+    assert CHANGED.keys() | {"type", "rope_theta"} == MoEArchitecture.model_fields.keys()
+    before, after = moe_architecture(), inline_config(moe_architecture(**CHANGED))
+    for field, value in CHANGED.items():
+        assert before.model_dump()[field] != value, f"{field} is not changed by this test"
+        found = after.num_experts if field == "num_experts" else after.to_dict()[field]
+        assert found == (list(value) if isinstance(value, tuple) else value), field
+    rope = inline_config(moe_architecture(rope_theta=5.0)).rope_parameters
+    assert rope["rope_theta"] == 5.0
