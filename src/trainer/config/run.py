@@ -35,4 +35,6 @@ class ProfileConfig(Section):
     """Profiler traces and memory snapshots of chosen steps, under `output_dir/profile`."""
 
     trace_steps: tuple[Count, ...] = ()
+    """Steps whose operators, kernels and allocations are traced, a file a rank."""
     memory_steps: tuple[Count, ...] = ()
+    """Steps whose GPU allocations are recorded with stacks, a file a rank; GPUs only."""

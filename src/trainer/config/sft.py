@@ -48,6 +48,20 @@ class RunConfig(Section):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _profiled_steps_are_in_the_run(self) -> Self:
+        chosen = {
+            "trace_steps": self.profile.trace_steps,
+            "memory_steps": self.profile.memory_steps,
+        }
+        for name, steps in chosen.items():
+            if max(steps, default=0) > self.max_steps:
+                raise ValueError(
+                    f"profile.{name}={list(steps)} with max_steps={self.max_steps}: the run has no "
+                    "such step; remove it or raise max_steps"
+                )
+        return self
+
 
 class SupervisedConfig(RunConfig):
     """A run on packed text with a validation set: what SFT and pretraining share."""

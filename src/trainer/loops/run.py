@@ -27,6 +27,7 @@ from trainer.model.flops import training_flops
 from trainer.parallel.signals import StopSignal
 from trainer.parallel.watchdog import set_phase
 from trainer.parallel.world import World
+from trainer.profiling import StepProfiler
 from trainer.progress import Progress
 from trainer.step import StepRecord, TrainStep
 
@@ -52,6 +53,7 @@ class Run:
         source_names: Of the sources of data whose losses are recorded apart.
 
     Attributes:
+        profiler: Of the steps chosen by the config.
         writer: Metrics; rank 0 only.
         display: What a person sees; rank 0 only.
     """
@@ -74,6 +76,7 @@ class Run:
         self.stop_signal = stop_signal
         self.source_names = tuple(source_names)
         self.folder = Path(config.output_dir)
+        self.profiler = StepProfiler(config.profile, self.folder, world.device, world.rank)
         self.writer: MetricsWriter | None = None
         self.display: Display | None = None
         self._pending: PendingRecord | None = None

@@ -58,11 +58,12 @@ def train(
     Collective: every rank runs every step, evaluation and save together.
     """
     while run.progress.step < config.max_steps:
-        clock = Clock(run.device)
-        clock.mark("start")
-        set_phase("data", is_timed=False)
-        packs = stream.next_packs(config.data.batch_size)
-        record = run.step(clock, run.micro_batches(packs, config.data), StepTotals.of(packs))
+        with run.profiler.step(run.progress.step + 1):
+            clock = Clock(run.device)
+            clock.mark("start")
+            set_phase("data", is_timed=False)
+            packs = stream.next_packs(config.data.batch_size)
+            record = run.step(clock, run.micro_batches(packs, config.data), StepTotals.of(packs))
         fill = pack_fill(packs, config.data.seq_len)
         run.log(record, {"data/pack_fill": fill} | _data_counts(stream))
         if is_due(config.val.interval, record.step, config.max_steps):
