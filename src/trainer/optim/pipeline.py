@@ -1,13 +1,13 @@
 """One Muon step over stacks: momentum, exchange in, orthogonalize, exchange out, apply.
 
 Owns the carrying out of a plan. Chunks follow one another through the phases like this, so that a
-chunk's exchanges run while its neighbours are orthogonalized:
+chunk's exchanges and elementwise passes run while its neighbours are orthogonalized:
 
     tick      momentum + exchange in   orthogonalize + exchange out   share   apply
       t            chunk t                     chunk t-1               t-2     t-3
 
-A chunk that needs no exchange passes through all phases at once. Every rank launches in the same
-order, also where it has nothing to do in a chunk.
+A chunk that needs no exchange is applied at t-2; its passes run in the background (background.py).
+Every rank launches in the same order, also where it has nothing to do in a chunk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainer.optim import background
+from trainer.optim.background import Background
 from trainer.optim.bucket import Bucket, Chunk, Segment
 from trainer.optim.exchange import BucketGroups, Exchange, Transfer
 from trainer.optim.kernels.matrix_table import MatrixTable
@@ -79,6 +81,8 @@ class _Flight:
     """First matrix of this replica's share, counted over the bucket, and one past the last."""
     table: MatrixTable | None = None
     """Where the chunk's matrices lie; None: they are passed over tensor by tensor."""
+    num_programs: int | None = None
+    """Multiprocessors for passes by table; None: all."""
     kept_BP: Tensor | None = None
     """What the pass over momentum kept of each matrix of the table."""
     transfer: Transfer | None = None
@@ -114,6 +118,7 @@ class StackedStep:
         self._exchange = exchange
         self._timer = timer
         self._orthogonalize = orthogonalize
+        self._background = Background(exchange.device)
         self._dtype = NS_DTYPES[plan.options.ns_dtype]
 
     def run(self, inputs: StepInputs, meanwhile: Callable[[], None]) -> None:
@@ -128,13 +133,18 @@ class StackedStep:
         stages = (self._enter, self._turn, self._share, self._finish)
         flights = [self._flight(*slot) for slot in self._plan.slots]
         for tick in range(len(flights) + len(stages) - 1):
+            self._background.tick()
+            num_programs = _background_programs(flights, tick)
             for lag, stage in enumerate(stages):
                 if 0 <= tick - lag < len(flights):
-                    stage(flights[tick - lag], inputs)
+                    flight = flights[tick - lag]
+                    flight.num_programs = None if flight.bucket.is_exchanged else num_programs
+                    stage(flight, inputs)
             if tick == 0:
                 meanwhile()
         if not flights:
             meanwhile()
+        self._background.tick()
 
     def _flight(self, b: int, c: int) -> _Flight:
         bucket = self._plan.buckets[b]
@@ -148,20 +158,23 @@ class StackedStep:
         if flight.bucket.is_exchanged:
             self._update_momentum(flight, inputs)
             self._launch_in(flight, inputs)
-
-    def _turn(self, flight: _Flight, inputs: StepInputs) -> None:
-        if not flight.bucket.is_exchanged:
+            return
+        with self._background.running():
             self._update_momentum(flight, inputs)
             self._stack_share(flight, inputs)
+
+    def _turn(self, flight: _Flight, inputs: StepInputs) -> None:
         self._wait_in(flight)
         self._orthogonalize_stack(flight, inputs)
         self._launch_out(flight)
-        if not flight.bucket.is_exchanged:
-            self._apply(flight, inputs)
 
     def _share(self, flight: _Flight, inputs: StepInputs) -> None:
-        self._wait_out(flight)
-        self._launch_share(flight, inputs)
+        if flight.bucket.is_exchanged:
+            self._wait_out(flight)
+            self._launch_share(flight, inputs)
+            return
+        with self._background.running():
+            self._apply(flight, inputs)
 
     def _finish(self, flight: _Flight, inputs: StepInputs) -> None:
         if flight.bucket.is_exchanged:
@@ -183,6 +196,7 @@ class StackedStep:
             else:
                 flight.kept_BP = flight.table.update_momentum_(
                     **self._rule(flight, inputs),
+                    num_programs=flight.num_programs,
                     keep="squares" if flight.groups.shards is None else "largest",
                 )
 
@@ -214,6 +228,7 @@ class StackedStep:
                     shape,
                     self._dtype,
                     **self._rule(flight, inputs),
+                    num_programs=flight.num_programs,
                 )
                 flight.is_normalized = True
 
@@ -335,6 +350,10 @@ class StackedStep:
     # Apply.
 
     def _apply(self, flight: _Flight, inputs: StepInputs) -> None:
+        self._apply_received(flight, inputs)
+        flight.update_BMN = flight.table = flight.kept_BP = None
+
+    def _apply_received(self, flight: _Flight, inputs: StepInputs) -> None:
         group = inputs.groups[flight.bucket.group]
         settings = {
             "step_size": float(group["lr"]) * flight.bucket.lr_scale,
@@ -347,7 +366,9 @@ class StackedStep:
             with self._timer.measure("update"):
                 if flight.table and update_BMN.is_contiguous() and not group["cautious_wd"]:
                     lines = slice(first - flight.chunk.start, stop - flight.chunk.start)
-                    flight.table.apply_(update_BMN, lines, **settings)
+                    flight.table.apply_(
+                        update_BMN, lines, **settings, num_programs=flight.num_programs
+                    )
                     continue
                 segments = flight.bucket.segments(first, stop)
                 apply_updates_(
@@ -373,6 +394,14 @@ class StackedStep:
             updates.append((first, update_BMN[:share]))
             first += share
         return updates
+
+
+def _background_programs(flights: Sequence[_Flight], tick: int) -> int | None:
+    """Return how many programs passes of this tick may take: all where no long product runs."""
+    turning = tick - 1
+    if not 0 <= turning < len(flights) or flights[turning].bucket.is_exchanged:
+        return None
+    return background.NUM_MULTIPROCESSORS or None
 
 
 def _slab_shapes(bucket: Bucket) -> list[tuple[int, int]]:

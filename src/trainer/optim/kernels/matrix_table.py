@@ -65,11 +65,24 @@ class MatrixTable:
         return cls(lines, momenta[0][0].numel(), kernels)
 
     def update_momentum_(
-        self, *, mu: float, nesterov: bool, keep: Literal["squares", "largest"]
+        self,
+        *,
+        mu: float,
+        nesterov: bool,
+        keep: Literal["squares", "largest"],
+        num_programs: int | None = None,
     ) -> Tensor:
-        """M <- mu * m + g; return what the next pass needs of each matrix's direction."""
+        """M <- mu * m + g; return what the next pass needs of each matrix's direction.
+
+        Here and below, `num_programs` is how many multiprocessors a pass takes at most; None: all.
+        """
         return self.kernels.launch_momentum(
-            self.addresses_B4, self.num_elements, mu=mu, nesterov=nesterov, keep=keep
+            self.addresses_B4,
+            self.num_elements,
+            mu=mu,
+            nesterov=nesterov,
+            keep=keep,
+            num_programs=num_programs,
         )
 
     def normalized_stack(
@@ -81,12 +94,18 @@ class MatrixTable:
         *,
         mu: float,
         nesterov: bool,
+        num_programs: int | None = None,
     ) -> Tensor:
         """Return the directions of some matrices, each of Frobenius norm 1 or zero: [B, M, N]."""
         lines_B4 = self.addresses_B4[matrices]
         stack_BMN = torch.empty(len(lines_B4), *shape, dtype=dtype, device=lines_B4.device)
         self.kernels.launch_normalize(
-            lines_B4, kept_BP[matrices], stack_BMN, mu=mu, nesterov=nesterov
+            lines_B4,
+            kept_BP[matrices],
+            stack_BMN,
+            mu=mu,
+            nesterov=nesterov,
+            num_programs=num_programs,
         )
         return stack_BMN
 
@@ -109,11 +128,21 @@ class MatrixTable:
         return message
 
     def apply_(
-        self, update_BMN: Tensor, matrices: slice, *, decay: float, step_size: float
+        self,
+        update_BMN: Tensor,
+        matrices: slice,
+        *,
+        decay: float,
+        step_size: float,
+        num_programs: int | None = None,
     ) -> None:
         """W <- w * (1 - decay) - step_size * O, for contiguous O."""
         self.kernels.launch_update(
-            self.addresses_B4[matrices], update_BMN, decay=decay, step_size=step_size
+            self.addresses_B4[matrices],
+            update_BMN,
+            decay=decay,
+            step_size=step_size,
+            num_programs=num_programs,
         )
 
 
