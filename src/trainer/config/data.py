@@ -13,6 +13,7 @@ class FilesSource(Section):
     type: Literal["files"] = "files"
     path: str
     weight: PositiveFloat = 1.0
+    """Share of rows in a mix, on any scale."""
 
 
 class HubSource(Section):
@@ -23,6 +24,7 @@ class HubSource(Section):
     subset: str | None = None
     split: str = "train"
     weight: PositiveFloat = 1.0
+    """Share of rows in a mix, on any scale."""
 
 
 class ReasoningGymSource(Section):
@@ -41,6 +43,7 @@ class ReasoningGymSource(Section):
     system: str | None = None
     """Text of a system turn before it."""
     weight: PositiveFloat = 1.0
+    """Share of rows in a mix, on any scale."""
 
 
 SingleSource = Annotated[FilesSource | HubSource | ReasoningGymSource, Field(discriminator="type")]
@@ -62,11 +65,13 @@ class BatchConfig(Section):
     """What every stream of packs has."""
 
     seq_len: Count = 2048
+    """Tokens of a pack."""
     batch_size: Count = 8
     """Packs a step, over all ranks."""
     micro_batch_size: Count = 1
     """Packs a forward pass on one rank."""
     shuffle: Bool = True
+    """Another order in every epoch; false: as the rows lie."""
     pack_lookahead: Count = 64
     """Samples considered at once when filling packs."""
     prefetch: Bool = True
@@ -86,7 +91,9 @@ class DataConfig(BatchConfig):
     train_on: Literal["all", "last"] = "all"
     """Which assistant turns are trained on."""
     on_bad_row: Literal["error", "skip"] = "error"
+    """What a row that cannot be read does; skipped ones are counted in the metrics."""
     overlong: Literal["error", "drop", "truncate"] = "error"
+    """What happens to a sample longer than `seq_len`, unless `split_samples`."""
     split_samples: Bool = False
     """Whether a sample may continue in the next pack."""
 
@@ -105,9 +112,11 @@ class ValConfig(IntervalConfig):
     fraction: OpenFraction = 0.0
     """Part of the training rows held out when no source is given."""
     max_packs: Count | None = None
+    """Packs evaluated; unset: all."""
     num_generate: CountOrZero = 0
     """Held-out prompts answered greedily before and after training, scored by exact match."""
     max_new_tokens: Count = 64
+    """Longest greedy answer."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

@@ -26,6 +26,7 @@ class DenseArchitecture(Section):
     num_key_value_heads: Count
     head_dim: Count
     max_position_embeddings: Count = 32768
+    """Written into `config.json`; positions here restart with every document."""
     rope_theta: PositiveFloat = 1_000_000.0
     rms_norm_eps: PositiveFloat = 1e-6
     tie_word_embeddings: Bool = False
@@ -67,12 +68,17 @@ class ModelConfig(Section):
     name: str | None = None
     architecture: Architecture | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
+    """random: a function of seed, parameter name and index, the same on any split."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of forward and backward; weights, gradients and optimizer state are float32."""
     attention: Literal["auto", "eager", "sdpa", "flex_attention"] = "auto"
     """auto: flex_attention on a GPU (memory linear in seq_len), sdpa with a dense mask on a CPU."""
     experts: Literal["auto", "grouped_mm", "loop"] = "auto"
+    """How experts multiply; auto: grouped_mm where dtype and shapes allow it."""
     activation_checkpointing: Bool = False
+    """Compute each layer again in the backward instead of keeping its activations."""
     compile: Bool = False
+    """torch.compile for attention, norms and dense MLPs."""
     load_balancing_coef: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss (Switch Transformer's, per packed sequence)."""
     logits_chunk_tokens: Count = 1024

@@ -11,11 +11,15 @@ class ParallelConfig(Section):
     """`dp_replicate x dp_shard` is the world size; `ep` divides `dp_shard`."""
 
     dp_replicate: Count = 1
+    """Copies of the sharded model."""
     dp_shard: Annotated[int, Field(strict=True, ge=-1)] = -1
     """-1: what `dp_replicate` leaves of the world."""
     ep: Count = 1
+    """Ranks that split the experts among them."""
     reshard_after_forward: Bool = True
+    """false: keep gathered weights for the backward: more memory, less traffic."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
     timeout_s: PositiveFloat = 600.0
     """A collective that takes longer ends the run, naming rank and phase."""
 

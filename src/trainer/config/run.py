@@ -15,10 +15,15 @@ class CheckpointConfig(Section):
     weights_interval: CountOrZero = 0
     """Save Hugging Face weights every n steps, and at the end; 0: only at the end."""
     weights_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of the Hugging Face weights; checkpoints keep float32."""
     resume: Annotated[int, Field(strict=True, ge=0)] | Literal["latest"] | None = None
+    """A step, or latest (a fresh start where there is none); unset: the folder must be new."""
     keep_last: Count | None = None
+    """Newest checkpoints kept; unset: all."""
     keep_every: Count | None = None
+    """Besides these, keep steps divisible by this."""
     asynchronous: Bool = False
+    """Copy the state to host memory and write it while training goes on."""
 
 
 class WandbConfig(Section):

@@ -12,6 +12,7 @@ class SchedulerSection(Section):
 
     warmup_ratio: Fraction = 0.0
     warmup_steps: CountOrZero | None = None
+    """Wins over `warmup_ratio`."""
 
 
 class ConstantConfig(SchedulerSection):
@@ -25,6 +26,7 @@ class LinearConfig(SchedulerSection):
 
     type: Literal["linear"] = "linear"
     min_lr_ratio: Fraction = 0.0
+    """Where the fall ends, as a part of `lr`."""
 
 
 class CosineConfig(SchedulerSection):
@@ -32,6 +34,7 @@ class CosineConfig(SchedulerSection):
 
     type: Literal["cosine"] = "cosine"
     min_lr_ratio: Fraction = 0.0
+    """Where the fall ends, as a part of `lr`."""
 
 
 class WSDConfig(SchedulerSection):
@@ -40,8 +43,10 @@ class WSDConfig(SchedulerSection):
     type: Literal["wsd"] = "wsd"
     decay_ratio: Fraction = 0.2
     decay_steps: CountOrZero | None = None
+    """Wins over `decay_ratio`."""
     decay: Literal["linear", "cosine", "1-sqrt"] = "linear"
     min_lr_ratio: Fraction = 0.0
+    """Where the decay ends, as a part of `lr`."""
 
     @model_validator(mode="after")
     def _phases_fit(self) -> Self:

@@ -17,8 +17,11 @@ class RunConfig(Section):
     """What every kind of run has."""
 
     output_dir: str
+    """The run's folder; new, or that of the run to resume."""
     max_steps: Count
+    """Steps of the whole run, those before a resume included."""
     seed: CountOrZero = 0
+    """Of random weights, the order of the data and every random generator."""
     deterministic: Bool | None = None
     """Deterministic algorithms; unset: on a CPU yes, on a GPU no."""
     model: ModelConfig
