@@ -1,12 +1,11 @@
 """A network of random weights learns what a reward asks for, with Muon and with AdamW."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.rl_configs import rl_config
+from tests.support.rl_configs import PART_ASCII, rl_config
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -17,22 +16,15 @@ OPTIMIZERS = {
 }
 
 
-def part_in_lower_half(sample) -> float:
-    """Reward tokens that are ASCII: 128 of 320 are, so 0.4 at random."""
-    return sum(character < "\x80" for character in sample.completion) / 8
-
-
 def run_both(folder: str) -> None:
     from trainer.loops.rl import run_rl
 
-    sys.path.insert(0, str(Path.cwd()))
-    reward = {"type": "function", "path": f"{__name__}:part_in_lower_half"}
     for name, optim in OPTIMIZERS.items():
         config = rl_config(
             Path(folder) / name,
             max_steps=25,
             optim=optim,
-            env={"rewards": [reward]},
+            env={"rewards": [PART_ASCII]},
             rollout={"num_prompts": 8, "num_samples": 8, "max_new_tokens": 8, "batch_size": 64},
             loss={"advantage": "std"},
             data={"micro_batch_size": 16},
