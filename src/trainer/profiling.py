@@ -63,10 +63,13 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        with (
-            profile(activities=activities, record_shapes=True, profile_memory=True) as profiler,
-            record_function(f"step {step}"),
-        ):
+        profiler = profile(
+            activities=activities,
+            record_shapes=True,
+            profile_memory=True,
+            acc_events=True,  # unset, torch 2.11 warns of earlier cycles' events; there are none
+        )
+        with profiler, record_function(f"step {step}"):
             yield
         path = self._path(step, "trace", "json.gz")
         profiler.export_chrome_trace(str(path))
