@@ -10,7 +10,8 @@ from trainer.errors import UserError
 
 USAGE = """\
 usage: trainer tokenize SRC DST [--tokenizer NAME] [--workers N] [--shard-mib N] [--column NAME]
-                                [--suffixes .txt,.jsonl,.parquet] [--subset NAME] [--split NAME]
+                                [--suffixes .txt,.jsonl,.parquet] [--on-bad-row skip]
+                                [--subset NAME] [--split NAME]
 
 Tokenizes SRC (a file or folder of text, JSONL or Parquet; hub:NAME, a data set of the hub;
 stdlib:, Python's own sources) into the folder DST of token shards, which a run reads with
@@ -22,6 +23,7 @@ is missing.
   --shard-mib   MiB of text in a shard, about (default 256)
   --column      field of a row that holds the text (default text)
   --suffixes    files of a folder that are read
+  --on-bad-row  error or skip: a JSONL row that is no JSON or has no text (default error)
   --subset, --split   of a data set of the hub (default split train)"""
 
 OPTIONS = {
@@ -30,6 +32,7 @@ OPTIONS = {
     "shard-mib": "256",
     "column": "text",
     "suffixes": ".txt,.jsonl,.parquet",
+    "on-bad-row": "error",
     "subset": "",
     "split": "train",
 }
@@ -85,7 +88,13 @@ def _parse_source(
             column=options["column"],
         )
     suffixes = tuple(options["suffixes"].split(","))
-    return TextFilesSource(path=text, suffixes=suffixes, column=options["column"])
+    match options["on-bad-row"]:
+        case "error" | "skip" as on_bad_row:
+            return TextFilesSource(
+                path=text, suffixes=suffixes, column=options["column"], on_bad_row=on_bad_row
+            )
+        case other:
+            raise UserError(f"--on-bad-row {other}: must be error or skip; correct it")
 
 
 def _count(name: str, options: Mapping[str, str]) -> int:

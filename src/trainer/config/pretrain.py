@@ -29,6 +29,8 @@ class TextFilesSource(SourceSection):
     """Files of a folder that are read; any suffix but .jsonl and .parquet is plain text."""
     column: str = "text"
     """Field of a JSONL or Parquet row that holds the text."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A JSONL row that is no JSON or has no text; skip: left out, each with a line in the log."""
     block_kib: Count = 256
     """Text read at once; a plain text file that is longer becomes several documents, cut at line
     ends."""

@@ -22,6 +22,7 @@ def test_text_becomes_shards_that_a_run_accepts(tmp_path, capsys):
         (["a"], "tokenize takes a source and a folder, SRC and DST, 1 given"),
         (["a", "b", "--workers", "0"], "--workers 0: must be an integer of at least 1"),
         (["a", "b", "--shard-mib", "x"], "--shard-mib x: must be an integer of at least 1"),
+        (["a", "b", "--on-bad-row", "x"], "--on-bad-row x: must be error or skip"),
         (["a", "b", "--worker", "1"], "--worker: no such option"),
         (["nowhere", "b"], "SRC.path='nowhere' does not exist"),
         (["nowhere", "b", "--tokenizer", "no/thing"], "--tokenizer='no/thing': no tokenizer"),

@@ -8,6 +8,7 @@ bytes a file.
 import bisect
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,24 @@ from typing import Any, BinaryIO
 from trainer.data.text.pages import Cursor, Page, Shuffle
 from trainer.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 PAGE_BLOCKS = 64
 """Blocks whose documents are shuffled together."""
 JSONL = ".jsonl"
+
+
+@dataclass(frozen=True)
+class JsonlRows:
+    """What is read of a JSONL row.
+
+    Args:
+        column: field that holds the text.
+        skips_bad: leave out a row that is no JSON or has no text there, with a line in the log.
+    """
+
+    column: str = "text"
+    skips_bad: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,13 +98,13 @@ class FilePages:
 
     Args:
         blocks: of the files; not empty.
-        column: field of a JSONL row.
+        rows: what is read of a JSONL row.
         shuffle: order of blocks, and of documents in a page.
     """
 
-    def __init__(self, blocks: FileBlocks, column: str, shuffle: Shuffle) -> None:
+    def __init__(self, blocks: FileBlocks, rows: JsonlRows, shuffle: Shuffle) -> None:
         self._blocks = blocks
-        self._column = column
+        self._rows = rows
         self._shuffle = shuffle
 
     @property
@@ -117,9 +133,7 @@ class FilePages:
         stop = min(start + PAGE_BLOCKS, total)
         texts: list[str] = []
         for index in range(start, stop):
-            texts += read_block(
-                self._blocks[self._shuffle.place(index, total, epoch)], self._column
-            )
+            texts += read_block(self._blocks[self._shuffle.place(index, total, epoch)], self._rows)
         documents = self._shuffle.reorder(texts, epoch, number)
         return Page(documents, (number + 1,) if stop < total else None)
 
@@ -142,21 +156,26 @@ def file_size(path: Path) -> int:
         ) from error
 
 
-def read_block(block: Block, column: str) -> list[str]:
+def read_block(block: Block, rows: JsonlRows) -> list[str]:
     """Return the documents that begin in a block.
 
     Raises:
-        UserError: the file is gone or not UTF-8, or a row has no text; names file and byte.
+        UserError: the file is gone or not UTF-8, or a row is bad; names file and byte.
     """
     content, start = _owned_bytes(block)
     if block.path.suffix != JSONL:
         text = _decode(content, block.path, start)
         return [text] if text.strip() else []
-    return [
-        _row_text(line, column, block.path, offset)
-        for offset, line in _lines(content, start)
-        if line.strip()
-    ]
+    texts: list[str] = []
+    for offset, line in _lines(content, start):
+        if line.strip():
+            try:
+                texts.append(_row_text(line, rows.column, block.path, offset))
+            except UserError as error:
+                if not rows.skips_bad:
+                    raise
+                logger.warning("skipped: %s", error)
+    return texts
 
 
 def _owned_bytes(block: Block) -> tuple[bytes, int]:
@@ -218,12 +237,13 @@ def _row_text(line: bytes, column: str, path: Path, offset: int) -> str:
         row = json.loads(_decode(line, path, offset))
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{path}: the line at byte {offset} is not JSON ({error}): mend it or remove it"
+            f"{path}: the line at byte {offset} is not JSON ({error}): mend it, or set "
+            "data.source.on_bad_row = 'skip'"
         ) from error
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
         found = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise UserError(
             f"{path}: the row at byte {offset} has no text in {column!r} (found {found}): name the "
-            "field that has it in data.source.column"
+            "field that has it in data.source.column, or set data.source.on_bad_row = 'skip'"
         )
     return row[column]

@@ -19,7 +19,7 @@ from trainer.config.pretrain import (
 from trainer.data.shards.manifest import read_manifest
 from trainer.data.shards.reader import TokenPages, check_shards
 from trainer.data.text.encode import TokenizerIdentity
-from trainer.data.text.files import FileBlocks, FilePages
+from trainer.data.text.files import FileBlocks, FilePages, JsonlRows
 from trainer.data.text.hub import TablePages, open_hub
 from trainer.data.text.pages import NumberedPages, PagedSource, Shuffle
 from trainer.data.text.parquet import ParquetPages
@@ -69,7 +69,7 @@ def open_source(
         case TextFilesSource():
             return open_files(source, field, shuffle)
         case StdlibSource():
-            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), "", shuffle)
+            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), JsonlRows(), shuffle)
         case HubTextSource():
             return open_hub(source, field, shuffle)
         case TokensSource():
@@ -93,7 +93,8 @@ def open_files(source: TextFilesSource, field: str, shuffle: Shuffle) -> FilePag
     elif kinds == {False}:
         blocks = FileBlocks(files, source.block_kib * 1024)
         if len(blocks):
-            return FilePages(blocks, source.column, shuffle)
+            rows = JsonlRows(source.column, source.on_bad_row == "skip")
+            return FilePages(blocks, rows, shuffle)
     elif kinds:
         raise UserError(
             f"{field}.path={source.path!r} holds Parquet files and others: choose one kind with "
@@ -118,7 +119,7 @@ def open_numbered(
         case TextFilesSource():
             return open_files(source, field, shuffle)
         case StdlibSource():
-            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), "", shuffle)
+            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), JsonlRows(), shuffle)
         case HubTextSource():
             pages = open_hub(source, field, shuffle)
             if isinstance(pages, TablePages):
