@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from tests.support.networks import moe_architecture, random_model
+from tests.support.one_step import train_step
 from tests.support.spawn import run_ranks
-from tests.support.training import train_step
 from trainer.checkpoint import CheckpointStore
 from trainer.checkpoint.state import all_shards, view_optimizer
 from trainer.config.optim import MuonConfig
