@@ -21,7 +21,7 @@ from trainer.optim import background
 from trainer.optim.background import Background
 from trainer.optim.bucket import Bucket, Chunk, Segment
 from trainer.optim.exchange import BucketGroups, Exchange, Transfer
-from trainer.optim.kernels.matrix_table import MatrixTable
+from trainer.optim.kernels.matrix_table import MatrixTable, Run, TableLayout
 from trainer.optim.passes import apply_updates_, directions, update_momentum_
 from trainer.optim.plan import Plan
 from trainer.optim.state import as_matrices, local
@@ -119,6 +119,7 @@ class StackedStep:
         self._timer = timer
         self._orthogonalize = orthogonalize
         self._background = Background(exchange.device)
+        self._layout: TableLayout | None = None
         self._dtype = NS_DTYPES[plan.options.ns_dtype]
 
     def run(self, inputs: StepInputs, meanwhile: Callable[[], None]) -> None:
@@ -126,12 +127,14 @@ class StackedStep:
 
         Args:
             inputs: What to update.
-            meanwhile: Other work of the step; runs while the first exchange is under way.
+            meanwhile: Other work of the step; runs while the first chunk is orthogonalized.
 
         Collective: the plan's exchanges, in slot order; all ranks of the plan's meshes.
         """
         stages = (self._enter, self._turn, self._share, self._finish)
         flights = [self._flight(*slot) for slot in self._plan.slots]
+        for flight, table in zip(flights, self._tables(flights, inputs), strict=True):
+            flight.table = table
         for tick in range(len(flights) + len(stages) - 1):
             self._background.tick()
             num_programs = _background_programs(flights, tick)
@@ -140,11 +143,21 @@ class StackedStep:
                     flight = flights[tick - lag]
                     flight.num_programs = None if flight.bucket.is_exchanged else num_programs
                     stage(flight, inputs)
-            if tick == 0:
+            if tick == 1:
                 meanwhile()
         if not flights:
             meanwhile()
         self._background.tick()
+
+    def _tables(
+        self, flights: Sequence[_Flight], inputs: StepInputs
+    ) -> Sequence[MatrixTable | None]:
+        weights = [local(parameter) for parameter in inputs.parameters]
+        if self._layout is None:
+            self._layout = TableLayout([_runs(flight, weights, inputs) for flight in flights])
+        gradients = [None if p.grad is None else local(p.grad) for p in inputs.parameters]
+        momenta = [local(momentum) for momentum in inputs.momenta]
+        return self._layout.tables(gradients, momenta, weights, inputs.gates)
 
     def _flight(self, b: int, c: int) -> _Flight:
         bucket = self._plan.buckets[b]
@@ -183,22 +196,22 @@ class StackedStep:
     # Momentum.
 
     def _update_momentum(self, flight: _Flight, inputs: StepInputs) -> None:
-        segments = flight.bucket.segments(flight.chunk.start, flight.chunk.stop)
-        group = inputs.groups[flight.bucket.group]
-        momenta = [_momentum(s, group, inputs) for s in segments]
-        gradients = [_gradient(s, group, inputs) for s in segments]
-        gates = [inputs.gates[s.piece.parameter] for s in segments]
-        weights = [_weight(s, group, inputs) for s in segments]
-        flight.table = MatrixTable.of(gradients, momenta, weights, gates)
         with self._timer.measure("momentum"):
-            if flight.table is None:
-                update_momentum_(momenta, gradients, gates, group["mu"])
-            else:
+            if flight.table is not None:
                 flight.kept_BP = flight.table.update_momentum_(
                     **self._rule(flight, inputs),
                     num_programs=flight.num_programs,
                     keep="squares" if flight.groups.shards is None else "largest",
                 )
+                return
+            segments = flight.bucket.segments(flight.chunk.start, flight.chunk.stop)
+            group = inputs.groups[flight.bucket.group]
+            update_momentum_(
+                [_momentum(s, group, inputs) for s in segments],
+                [_gradient(s, group, inputs) for s in segments],
+                [inputs.gates[s.piece.parameter] for s in segments],
+                group["mu"],
+            )
 
     def _directions(self, flight: _Flight, inputs: StepInputs) -> Iterator[Tensor]:
         segments = flight.bucket.segments(*flight.share)
@@ -402,6 +415,27 @@ def _background_programs(flights: Sequence[_Flight], tick: int) -> int | None:
     if not 0 <= turning < len(flights) or flights[turning].bucket.is_exchanged:
         return None
     return background.NUM_MULTIPROCESSORS or None
+
+
+def _runs(flight: _Flight, weights: Sequence[Tensor], inputs: StepInputs) -> list[Run]:
+    """Return where the matrices of a chunk lie."""
+    flatten = inputs.groups[flight.bucket.group]["flatten"]
+    runs = []
+    for segment in flight.bucket.segments(flight.chunk.start, flight.chunk.stop):
+        piece = segment.piece
+        _, rows, cols = as_matrices(weights[piece.parameter], flatten=flatten).shape
+        first_row, stop_row = piece.local_rows
+        runs.append(
+            Run(
+                parameter=piece.parameter,
+                first=segment.start,
+                count=segment.stop - segment.start,
+                stride=rows * cols,
+                offset=first_row * cols,
+                num_elements=(stop_row - first_row) * cols,
+            )
+        )
+    return runs
 
 
 def _slab_shapes(bucket: Bucket) -> list[tuple[int, int]]:

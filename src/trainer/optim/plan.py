@@ -85,13 +85,16 @@ def build_plan(
 
 
 def _order_slots(buckets: Sequence[Bucket]) -> tuple[tuple[int, int], ...]:
-    """Spread exchanged chunks evenly among local ones, whose work hides the exchange."""
+    """Spread exchanged chunks evenly among local ones, whose work hides the exchange.
+
+    A local chunk comes first: while it is orthogonalized, the first exchange is prepared and runs.
+    """
     exchanged, local = [], []
     for b, bucket in enumerate(buckets):
         slots = exchanged if bucket.is_exchanged else local
         slots.extend((b, c) for c in range(len(bucket.chunks)))
-    placed = [(i / len(exchanged), 0, slot) for i, slot in enumerate(exchanged)]
-    placed += [((i + 0.5) / len(local), 1, slot) for i, slot in enumerate(local)]
+    placed = [((i + 0.5) / len(exchanged), 1, slot) for i, slot in enumerate(exchanged)]
+    placed += [(i / len(local), 0, slot) for i, slot in enumerate(local)]
     return tuple(slot for _, _, slot in sorted(placed))
 
 

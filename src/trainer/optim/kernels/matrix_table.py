@@ -1,14 +1,15 @@
 """A table of where matrices lie, so that one kernel visits those of a hundred parameters.
 
-Owns the table and the test whether a chunk's tensors fit one. What walks it is passes_triton.py,
-imported here only where it can run; passes.py does the same work tensor by tensor.
+Owns the table, what of it is the same at every step (`TableLayout`), and the test whether tensors
+fit one. What walks it is passes_triton.py, imported here only where it can run; passes.py does the
+same work tensor by tensor.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +21,102 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
+class Run:
+    """Consecutive matrices of one parameter's local shard, or the same rows of each.
+
+    Attributes:
+        parameter: Index of the parameter.
+        first: First matrix.
+        count: Matrices.
+        stride: Elements from one to the next.
+        offset: Elements before the rows, in each.
+        num_elements: Of the rows.
+    """
+
+    parameter: int
+    first: int
+    count: int
+    stride: int
+    offset: int
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    lines: slice
+    parameters: tuple[int, ...]
+    num_elements: int
+
+
+class TableLayout:
+    """Where each chunk's matrices lie within their parameters: all that no step changes.
+
+    Args:
+        chunks: Of each chunk its runs, of one `num_elements`; may be empty.
+    """
+
+    def __init__(self, chunks: Sequence[Sequence[Run]]) -> None:
+        runs = [run for chunk in chunks for run in chunk]
+        counts = torch.tensor([run.count for run in runs], dtype=torch.int64)
+        self._parameter_B = torch.tensor(
+            [run.parameter for run in runs], dtype=torch.int64
+        ).repeat_interleave(counts)
+        offsets = [(run.first + torch.arange(run.count)) * run.stride + run.offset for run in runs]
+        self._offset_B1 = 4 * torch.cat([torch.zeros(0, dtype=torch.int64), *offsets])[:, None]
+        self._chunks: list[_Chunk] = []
+        first = 0
+        for chunk in chunks:
+            stop = first + sum(run.count for run in chunk)
+            num_elements = chunk[0].num_elements if chunk else 0
+            parameters = tuple(run.parameter for run in chunk)
+            self._chunks.append(_Chunk(slice(first, stop), parameters, num_elements))
+            first = stop
+
+    def tables(
+        self,
+        gradients: Sequence[Tensor | None],
+        momenta: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        gates: Sequence[Tensor | None],
+    ) -> "list[MatrixTable | None]":
+        """Return each chunk's table; None where its tensors must be passed over one by one.
+
+        The tensors must outlive the kernels that walk the tables.
+
+        Args:
+            gradients: Local shard of every parameter's; None counts as zeros.
+            momenta: As many, of the same shapes.
+            weights: As many, of the same shapes.
+            gates: For each, a 0-d bool on the device; None: open.
+        """
+        kernels = _find_kernels(weights[0].device.type) if weights else None
+        if kernels is None:
+            return [None] * len(self._chunks)
+        columns = list(zip(gradients, momenta, weights, strict=True))
+        fits = [all(t is None or _fits(t) for t in tensors) for tensors in columns]
+        bases = [
+            [*(0 if t is None else t.data_ptr() for t in tensors), _address_of(gate)]
+            for tensors, gate in zip(columns, gates, strict=True)
+        ]
+        lines_B4 = torch.tensor(bases, dtype=torch.int64)[self._parameter_B]
+        lines_B4[:, :3] += self._offset_B1 * (lines_B4[:, :3] != 0)
+        are_aligned_B = ~(lines_B4[:, :3] % _ALIGNMENT).any(1)
+        on_device_B4 = lines_B4
+        if weights[0].device.type == "cuda":
+            on_device_B4 = lines_B4.pin_memory().to(weights[0].device, non_blocking=True)
+        return [
+            MatrixTable(on_device_B4[chunk.lines], chunk.num_elements, kernels)
+            if chunk.num_elements
+            and all(fits[index] for index in chunk.parameters)
+            and bool(are_aligned_B[chunk.lines].all())
+            else None
+            for chunk in self._chunks
+        ]
+
+
+@dataclass(frozen=True)
 class MatrixTable:
-    """Addresses of matrices of one shape, on the device.
+    """Addresses of a chunk's matrices, on the device.
 
     Attributes:
         addresses_B4: int64, columns as `passes_triton.COLUMNS`.
@@ -32,37 +127,6 @@ class MatrixTable:
     addresses_B4: Tensor
     num_elements: int
     kernels: ModuleType
-
-    @classmethod
-    def of(
-        cls,
-        gradients: Sequence[Tensor | None],
-        momenta: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        gates: Sequence[Tensor | None],
-    ) -> Self | None:
-        """Return the table of consecutive matrices, or None where tensors must go one by one.
-
-        The tensors must outlive the kernels that walk the table.
-
-        Args:
-            gradients: [B, rows, cols] each; None counts as zeros.
-            momenta: Of the same shapes.
-            weights: Of the same shapes.
-            gates: For each, a 0-d bool on the device; None: open.
-        """
-        kernels = _find_kernels(momenta[0].device.type) if momenta else None
-        present = [g for g in gradients if g is not None]
-        if kernels is None or not all(map(_fits, (*present, *momenta, *weights))):
-            return None
-        columns = zip(gradients, momenta, weights, gates, strict=True)
-        lines = torch.cat([_lines(*tensors) for tensors in columns])
-        if bool((lines[:, :3] % _ALIGNMENT).any()):
-            return None
-        device = momenta[0].device
-        if device.type == "cuda":
-            lines = lines.pin_memory().to(device, non_blocking=True)
-        return cls(lines, momenta[0][0].numel(), kernels)
 
     def update_momentum_(
         self,
@@ -146,28 +210,13 @@ class MatrixTable:
         )
 
 
-def _fits(matrices_BMN: Tensor) -> bool:
-    """Tell whether matrices are fp32 and each is contiguous; the stride between them is free."""
-    _, rows, cols = matrices_BMN.shape
-    is_dense = rows * cols > 0 and matrices_BMN.stride()[1:] == (cols, 1)
-    return is_dense and matrices_BMN.dtype == torch.float32
+def _fits(shard: Tensor) -> bool:
+    """Tell whether a shard is what the kernels read: fp32, its matrices one after the other."""
+    return shard.dtype == torch.float32 and shard.is_contiguous()
 
 
-def _lines(
-    gradient: Tensor | None, momentum: Tensor, weight: Tensor, gate: Tensor | None
-) -> Tensor:
-    """Return a parameter's lines of the table, on the host."""
-    count = len(momentum)
-    columns = [_addresses(tensor, count) for tensor in (gradient, momentum, weight)]
-    open_or_not = torch.full((count,), 0 if gate is None else gate.data_ptr(), dtype=torch.int64)
-    return torch.stack([*columns, open_or_not], dim=1)
-
-
-def _addresses(matrices_BMN: Tensor | None, count: int) -> Tensor:
-    if matrices_BMN is None:
-        return torch.zeros(count, dtype=torch.int64)
-    stride = matrices_BMN.stride(0) * matrices_BMN.itemsize
-    return matrices_BMN.data_ptr() + stride * torch.arange(count)
+def _address_of(gate: Tensor | None) -> int:
+    return 0 if gate is None else gate.data_ptr()
 
 
 @lru_cache

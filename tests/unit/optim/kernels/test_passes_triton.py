@@ -9,11 +9,12 @@ from trainer.optim.wire import pack
 pytest.importorskip("triton")
 
 from trainer.optim.kernels import matrix_table
-from trainer.optim.kernels.matrix_table import MatrixTable
+from trainer.optim.kernels.matrix_table import MatrixTable, Run, TableLayout
 
 SHAPE = (40, 260)
 """Two and a half tiles a matrix."""
 MU = 0.9
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -26,37 +27,48 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(matrix_table, "_find_kernels", lambda _: passes_triton)
 
 
-def _tensors(device: str):
+def _tensors():
+    """Return the local shards of two parameters, the second without a gradient."""
     torch.manual_seed(0)
-    whole = torch.randn(3, 2 * SHAPE[0], SHAPE[1], device=device)
-    momenta = [whole[:, : SHAPE[0]], torch.randn(2, *SHAPE, device=device)]
-    gradients = [torch.randn(3, *SHAPE, device=device), None]
-    gradients[0][1] *= 1e-30
-    momenta[0][1] *= 1e-30
-    momenta[0][2], gradients[0][2] = 0.0, 0.0
-    weights = [torch.randn(len(m), *SHAPE, device=device) for m in momenta]
-    return gradients, momenta, weights
+    rows, cols = SHAPE
+    momenta = [torch.randn(3, 2 * rows, cols, device=DEVICE), torch.randn(2, *SHAPE, device=DEVICE)]
+    gradients = [torch.randn_like(momenta[0]), None]
+    for tensor in (momenta[0], gradients[0]):
+        tensor[1] *= 1e-30
+        tensor[2] = 0.0
+    return gradients, momenta, [torch.randn_like(m) for m in momenta]
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+def _table(gradients, momenta, weights, gate) -> MatrixTable:
+    """Return the table of the upper half of each matrix of the first, and of all the second."""
+    size = SHAPE[0] * SHAPE[1]
+    layout = TableLayout([[], [Run(0, 0, 3, 2 * size, 0, size), Run(1, 0, 2, size, 0, size)]])
+    nothing, table = layout.tables(gradients, momenta, weights, [gate, gate])
+    assert nothing is None
+    assert table is not None
+    return table
+
+
+def _upper(tensors):
+    return [None if t is None else t[:, : SHAPE[0]] for t in tensors]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("is_open", [None, True, False])
 def test_passes_by_table_equal_those_by_tensor(nesterov: bool, is_open: bool | None) -> None:
     gate = None if is_open is None else torch.tensor(is_open, device=DEVICE)
-    gradients, momenta, weights = _tensors(DEVICE)
+    gradients, momenta, weights = _tensors()
     expected = [m.clone() for m in momenta], [w.clone() for w in weights]
     if is_open is False:
         gradients[0][0, 0, 0] = float("nan")
-    update_momentum_(expected[0], gradients, [gate, gate], MU)
-    table = MatrixTable.of(gradients, momenta, weights, [gate, gate])
-    assert table is not None
+    update_momentum_(_upper(expected[0]), _upper(gradients), [gate, gate], MU)
+    table = _table(gradients, momenta, weights, gate)
     kept = table.update_momentum_(mu=MU, nesterov=nesterov, keep="squares")
     for m, wanted in zip(momenta, expected[0], strict=True):
         assert torch.equal(m, wanted)
     if is_open is not False:
-        u = torch.cat(list(directions(expected[0], gradients, MU, nesterov=nesterov))).double()
+        found = directions(_upper(expected[0]), _upper(gradients), MU, nesterov=nesterov)
+        u = torch.cat(list(found)).double()
         norm = torch.linalg.vector_norm(u, dim=(1, 2), keepdim=True)
         stack = table.normalized_stack(
             kept, slice(0, 5), SHAPE, torch.float32, mu=MU, nesterov=nesterov
@@ -65,8 +77,10 @@ def test_passes_by_table_equal_those_by_tensor(nesterov: bool, is_open: bool | N
         assert not stack[2].any()
     update = torch.randn(5, *SHAPE, device=DEVICE).bfloat16()
     settings = {"step_size": 0.25, "decay": 0.125}
-    apply_updates_(expected[1], update.split([3, 2]), [gate, gate], cautious=False, **settings)
-    table.apply_(update, slice(0, 5), **settings)
+    apply_updates_(
+        _upper(expected[1]), update.split([3, 2]), [gate, gate], cautious=False, **settings
+    )
+    table.apply_(update, slice(0, 5), **settings, num_programs=2)
     for w, wanted in zip(weights, expected[1], strict=True):
         assert torch.equal(w, wanted)
 
@@ -77,10 +91,9 @@ DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" e
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_messages_by_table_equal_those_by_tensor(dtype: torch.dtype) -> None:
-    gradients, momenta, weights = _tensors(DEVICE)
-    table = MatrixTable.of(gradients, momenta, weights, [None, None])
-    assert table is not None
-    kept = table.update_momentum_(mu=MU, nesterov=False, keep="largest")
+    gradients, momenta, weights = _tensors()
+    table = _table(gradients, momenta, weights, None)
+    kept = table.update_momentum_(mu=MU, nesterov=False, keep="largest", num_programs=1)
     message = table.message(kept, slice(1, 5), dtype, mu=MU, nesterov=False)
-    slabs = [momenta[0][1:], momenta[1]]
+    slabs = [_upper(momenta)[0][1:], momenta[1]]
     assert torch.equal(message, pack(slabs, 4, SHAPE, dtype))
