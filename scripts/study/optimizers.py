@@ -2,6 +2,7 @@
 
     python -m scripts.study.optimizers --out outputs/study            the whole study
     python -m scripts.study.optimizers --out outputs/study --short    its shortest form, as CI runs
+    python -m scripts.study.optimizers --out outputs/study --publish  and puts it into docs/
 
 Tune: both optimizers get the same number of learning rates at seed 0; Muon's AdamW groups
 (embeddings, head, norms) keep the rate of the ready config. Compare: each winner over all seeds.
@@ -26,6 +27,13 @@ from scripts.bench.records import describe_environment
 from scripts.study.report import draw_comparison, draw_overlay, table
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "pretraining.md"
+FIGURES = ROOT / "docs" / "pretraining"
+MARKS = (
+    "<!-- study: written by scripts/study/optimizers.py --publish -->",
+    "<!-- /study -->",
+)
+RESULTS = Path(__file__).parent / "results"
 CONFIG = ROOT / "configs" / "pretrain" / "demo.toml"
 TUNED_LRS = {
     "adamw": (0.001, 0.002, 0.004, 0.008, 0.016),
@@ -80,6 +88,8 @@ def main() -> None:
     }
     record = summarize(arguments, lrs, best, compared, overlaid, out)
     report(out, record)
+    if arguments.publish:
+        publish(out)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -90,6 +100,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--overlay-steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--short", action="store_true", help="one rate, one seed, one overlay")
+    parser.add_argument("--publish", action="store_true", help="copy the report into docs/")
     return parser.parse_args()
 
 
@@ -207,6 +218,23 @@ def report(out: Path, record: dict[str, Any]) -> None:
     (out / "table.md").write_text(text)
     print(text)
     print(json.dumps({name: record[name] for name in ("commit", "steps", "best_lr", "tuning")}))
+
+
+def publish(out: Path) -> None:
+    """Copy JSON and figures to where they are kept, and the table into `docs/pretraining.md`."""
+    RESULTS.mkdir(exist_ok=True)
+    FIGURES.mkdir(exist_ok=True)
+    shutil.copy(out / "optimizers.json", RESULTS)
+    for name in ("optimizers.png", "overlay.png"):
+        shutil.copy(out / name, FIGURES)
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    figures = "\n".join(
+        f"![{title}](pretraining/{name}.png)"
+        for title, name in (("validation loss", "optimizers"), ("training loss", "overlay"))
+    )
+    body = f"\n\n{(out / 'table.md').read_text()}\n{figures}\n\n"
+    PAGE.write_text(before + MARKS[0] + body + MARKS[1] + after)
 
 
 def _sums(values: Iterator[float]) -> Iterator[float]:
