@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 DEMO_DIR ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo demo-pretrain test check format clean
+.PHONY: help install demo demo-pretrain demo-rl test check format clean
 
 help:
 	@echo "make demo      train a small Qwen3-MoE on this machine, from nothing to weights"
 	@echo "make demo-pretrain  pretrain one on the standard library's sources, and print samples"
+	@echo "make demo-rl   lift a half-trained one from a third of its answers right to most, by RL"
 	@echo "make test      the whole CPU test suite"
 	@echo "make check     linters, types, import layers: all that CI runs besides the tests"
 	@echo "make format    let ruff mend what it can"
@@ -27,6 +28,9 @@ demo: $(STAMP)
 
 demo-pretrain: $(STAMP)
 	$(BIN)/trainer pretrain @ configs/pretrain/demo.toml --output-dir "$(DEMO_DIR)-pretrain"
+
+demo-rl: $(STAMP)
+	$(BIN)/python scripts/demo_rl.py --out "$(DEMO_DIR)-rl"
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
