@@ -1,8 +1,8 @@
 """A second stream, where elementwise passes run while the first one multiplies.
 
 Owns the stream and the rule that makes it safe: at every tick each stream waits for what the other
-was given in earlier ticks. So memory that one of them frees in a tick is not reused before the
-other is done with it, and nothing needs to be kept alive by hand.
+was given in earlier ticks. Memory that one of them used is given back to the other's allocator as
+the last thing in a tick, so it is not reused before that wait, and nothing is kept alive by hand.
 """
 
 from collections.abc import Generator
@@ -15,13 +15,21 @@ NUM_MULTIPROCESSORS = 12
 
 
 class Background:
-    """Runs work beside the current stream; on a CPU, in its place."""
+    """Runs work beside the current stream; on a CPU, in its place.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Where.
+        num_multiprocessors: For passes beside a product; None: nothing runs beside anything.
+    """
+
+    def __init__(
+        self, device: torch.device, num_multiprocessors: int | None = NUM_MULTIPROCESSORS
+    ) -> None:
+        self.num_multiprocessors = num_multiprocessors
         # Of high priority: a product's threadblocks fill the device, so passes would otherwise
         # start when it ends.
-        is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device, priority=-1) if is_cuda else None
+        has_stream = device.type == "cuda" and num_multiprocessors is not None
+        self._stream = torch.cuda.Stream(device, priority=-1) if has_stream else None
 
     def tick(self) -> None:
         """Let each stream wait for all that the other has been given so far."""

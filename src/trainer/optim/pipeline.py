@@ -11,13 +11,13 @@ Every rank launches in the same order, also where it has nothing to do in a chun
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from trainer.optim import background
 from trainer.optim.background import Background
 from trainer.optim.bucket import Bucket, Chunk, Segment
 from trainer.optim.exchange import BucketGroups, Exchange, Transfer
@@ -131,14 +131,15 @@ class StackedStep:
 
         Collective: the plan's exchanges, in slot order; all ranks of the plan's meshes.
         """
-        stages = (self._enter, self._turn, self._share, self._finish)
+        # Sharing comes last in a tick: see background.py.
+        stages = ((0, self._enter), (1, self._turn), (3, self._finish), (2, self._share))
         flights = [self._flight(*slot) for slot in self._plan.slots]
         for flight, table in zip(flights, self._tables(flights, inputs), strict=True):
             flight.table = table
         for tick in range(len(flights) + len(stages) - 1):
             self._background.tick()
-            num_programs = _background_programs(flights, tick)
-            for lag, stage in enumerate(stages):
+            num_programs = self._background_programs(flights, tick)
+            for lag, stage in stages:
                 if 0 <= tick - lag < len(flights):
                     flight = flights[tick - lag]
                     flight.num_programs = None if flight.bucket.is_exchanged else num_programs
@@ -172,7 +173,7 @@ class StackedStep:
             self._update_momentum(flight, inputs)
             self._launch_in(flight, inputs)
             return
-        with self._background.running():
+        with self._beside(flight):
             self._update_momentum(flight, inputs)
             self._stack_share(flight, inputs)
 
@@ -186,12 +187,24 @@ class StackedStep:
             self._wait_out(flight)
             self._launch_share(flight, inputs)
             return
-        with self._background.running():
+        is_cautious = inputs.groups[flight.bucket.group]["cautious_wd"]
+        with nullcontext() if is_cautious else self._beside(flight):
             self._apply(flight, inputs)
 
     def _finish(self, flight: _Flight, inputs: StepInputs) -> None:
         if flight.bucket.is_exchanged:
             self._apply(flight, inputs)
+
+    def _beside(self, flight: _Flight) -> AbstractContextManager[None]:
+        """Return where a chunk's passes run: in the background if they take no temporaries."""
+        return nullcontext() if flight.table is None else self._background.running()
+
+    def _background_programs(self, flights: Sequence[_Flight], tick: int) -> int | None:
+        """Return how many programs passes may take: all where no long product runs beside them."""
+        turning = tick - 1
+        if not 0 <= turning < len(flights) or flights[turning].bucket.is_exchanged:
+            return None
+        return self._background.num_multiprocessors
 
     # Momentum.
 
@@ -407,14 +420,6 @@ class StackedStep:
             updates.append((first, update_BMN[:share]))
             first += share
         return updates
-
-
-def _background_programs(flights: Sequence[_Flight], tick: int) -> int | None:
-    """Return how many programs passes of this tick may take: all where no long product runs."""
-    turning = tick - 1
-    if not 0 <= turning < len(flights) or flights[turning].bucket.is_exchanged:
-        return None
-    return background.NUM_MULTIPROCESSORS or None
 
 
 def _runs(flight: _Flight, weights: Sequence[Tensor], inputs: StepInputs) -> list[Run]:

@@ -174,7 +174,7 @@ def _held_bytes(bucket: Bucket, chunk: Chunk, workspace: int, ns_dtype: str) -> 
     share = size * bucket.share(chunk, bucket.replica_rank) * slab
     gathered = size * (chunk.stop - chunk.start) * slab if bucket.num_replicas > 1 else 0
     if not bucket.is_exchanged:
-        return _Held(0, workspace, 0, 0)
+        return _Held(stack, workspace, stack, 0)
     if bucket.num_shards == 1:
         return _Held(stack, workspace, stack + gathered, stack + gathered)
     return _Held(

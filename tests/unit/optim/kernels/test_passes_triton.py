@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from trainer.optim import Muon, MuonOptions
+from trainer.optim.kernels import launch_counts, reset_launch_counts
 from trainer.optim.passes import apply_updates_, directions, update_momentum_
 from trainer.optim.wire import pack
 
@@ -97,3 +99,36 @@ def test_messages_by_table_equal_those_by_tensor(dtype: torch.dtype) -> None:
     message = table.message(kept, slice(1, 5), dtype, mu=MU, nesterov=False)
     slabs = [_upper(momenta)[0][1:], momenta[1]]
     assert torch.equal(message, pack(slabs, 4, SHAPE, dtype))
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+@pytest.mark.parametrize("split_gate_up", [False, True])
+def test_a_step_by_table_equals_one_by_tensor(
+    split_gate_up: bool, is_finite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    shapes = {"mlp.experts.gate_up_proj": (5, 16, 12), "a": (8, 12), "b": (8, 12), "c": (12, 8)}
+    first = [torch.randn(shape, device=DEVICE) for shape in shapes.values()]
+    gradients = [torch.randn_like(w) for w in first]
+    found = []
+    for is_by_table in (True, False):
+        if not is_by_table:
+            monkeypatch.setattr(matrix_table, "_find_kernels", lambda _: None)
+        weights = [torch.nn.Parameter(w.clone()) for w in first]
+        options = MuonOptions(ns_dtype="float32", max_stack_gib=4e-6, split_gate_up=split_gate_up)
+        optimizer = Muon(zip(shapes, weights, strict=True), lr=0.5, options=options)
+        assert len(optimizer.plan.slots) > 3
+        reset_launch_counts()
+        for _ in range(2):
+            for weight, gradient in zip(weights[:3], gradients, strict=False):
+                weight.grad = gradient.clone()
+            optimizer.step(finite=torch.tensor(is_finite, device=DEVICE))
+        assert ("triton.update" in launch_counts()) == is_by_table
+        momenta = [optimizer.state[weight]["momentum"] for weight in weights]
+        found.append((weights, momenta))
+    (weights, momenta), (expected, expected_momenta) = found
+    for m, wanted in zip(momenta, expected_momenta, strict=True):
+        assert torch.equal(m, wanted)
+    for w, wanted in zip(weights, expected, strict=True):
+        # Norms are summed in another order.
+        torch.testing.assert_close(w, wanted, rtol=1e-5, atol=1e-5)
