@@ -8,7 +8,7 @@ step is meant. A save is `snapshot.py`, then `writer.py`; a load is `reader.py`.
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,7 +42,8 @@ class CheckpointStore:
 
     Example:
         store = CheckpointStore(Path("outputs/run/checkpoints"), keep_last=2)
-        progress = store.load("latest", model, optimizer)
+        if (step := store.latest()) is not None:
+            progress = store.load(step, model, optimizer)
         store.save(step, model, optimizer, {"data": stream.state_dict()})
         store.wait()
     """
@@ -136,16 +137,14 @@ class CheckpointStore:
         """
         return self._ranks.together(lambda: read_manifest(self._existing(step))).progress
 
-    def load(
-        self, which: int | Literal["latest"], model: PreTrainedModel, optimizer: Optimizer
-    ) -> dict[str, Any] | None:
-        """Load a checkpoint in place and return its progress, or None if `latest` finds none.
+    def load(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
+        """Load a checkpoint in place and return its progress.
 
         Everything is checked by name before the first tensor is overwritten. Group settings of the
         optimizer stay the run's own.
 
         Args:
-            which: A step, or "latest".
+            step: The same on every rank.
             model: The live model, sharded in any way.
             optimizer: Its optimizer; of the class that was saved, or of one with the same state.
 
@@ -157,11 +156,6 @@ class CheckpointStore:
         Collective: all ranks, over the store's own group.
         """
         self.wait()
-        step = self._ranks.on_first(lambda: self.latest() if which == "latest" else int(which))
-        if step is None:
-            if self._ranks.is_first:
-                logger.warning("no checkpoint in %s: starting fresh", self.root)
-            return None
         checkpoint = self._ranks.together(lambda: open_checkpoint(self._existing(step)))
         load_into(checkpoint, model, optimizer, self._ranks)
         log_what_differs(checkpoint.manifest, self._ranks)

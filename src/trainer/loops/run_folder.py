@@ -22,8 +22,8 @@ def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
     """Return the step to resume from, or None for a fresh start.
 
     Raises:
-        UserError: the folder holds another run and `ckpt.resume` is unset, or the step asked for
-            has no checkpoint.
+        UserError: the folder holds another run and `ckpt.resume` is unset. A step asked for and
+            not there is refused by the store, when it is read.
     """
     folder, resume = Path(config.output_dir), config.ckpt.resume
     if resume is None:
@@ -35,18 +35,12 @@ def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
                 "ckpt.resume = 'latest'"
             )
         return None
-    steps = store.steps()
-    if resume == "latest":
-        if not steps:
-            logger.warning("ckpt.resume='latest': no checkpoint in %s, starting fresh", folder)
-            return None
-        return steps[-1]
-    if resume not in steps:
-        raise UserError(
-            f"ckpt.resume={resume}: {folder / 'checkpoints'} has no complete checkpoint of that "
-            f"step; choose one of {steps}, or 'latest'"
-        )
-    return resume
+    if resume != "latest":
+        return resume
+    latest = store.latest()
+    if latest is None:
+        logger.warning("ckpt.resume='latest': no checkpoint in %s, starting fresh", folder)
+    return latest
 
 
 def write_config(config: RunConfig, *, resumed: bool) -> Path:
