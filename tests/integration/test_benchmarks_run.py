@@ -57,3 +57,9 @@ def test_train_step_compares_our_step_with_transformers_own():
     assert all(0 < row["optimizer_share"] < 1 for row in record["rows"])
     assert record["peak_gib_by_tokens"].keys() == {"16"}
     assert record["summary"].keys() == {"eager"}
+
+
+def test_the_tables_of_the_performance_page_are_the_records():
+    command = [sys.executable, str(BENCH / "page.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
