@@ -101,17 +101,8 @@ class Experts(nn.Module):
         self._ep_group: dist.ProcessGroup | None = None
 
     def set_ep(self, group: dist.ProcessGroup) -> None:
-        """Split the experts over `group`; the caller shards the parameters on dim 0 alike.
-
-        Raises:
-            UserError: the group's size does not divide the experts.
-        """
-        ep_size = dist.get_world_size(group)
-        if self.num_experts % ep_size:
-            raise UserError(
-                f"parallel.ep={ep_size} does not divide num_experts={self.num_experts}: every "
-                "rank of the ep axis holds the same number of experts; choose an ep that divides it"
-            )
+        """Split the experts over `group`; the caller shards the parameters on dim 0 alike."""
+        assert self.num_experts % dist.get_world_size(group) == 0, "setup.check_ep refuses it"
         self._ep_group = group
 
     def forward(self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:

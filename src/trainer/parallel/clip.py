@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from trainer.parallel.boxes import local_part
+
 
 @dataclass(frozen=True)
 class GradientNorm:
@@ -46,7 +48,7 @@ def clip_gradients_(
     """
     parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    local_gradients = [_local(gradient) for gradient in gradients]
+    local_gradients = [local_part(gradient) for gradient in gradients]
     # All ranks reduce on the same kind of device, also one that has no gradient.
     device = parameters[0].device if parameters else torch.device("cpu")
     total = _sum_of_squares(gradients, local_gradients, device)
@@ -86,7 +88,3 @@ def _num_copies(gradient: Tensor) -> int:
         if not isinstance(placement, Replicate):
             num_shards *= gradient.device_mesh.size(axis)
     return world_size // num_shards
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

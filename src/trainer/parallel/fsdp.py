@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer.parallel.boxes import local_part
 from trainer.parallel.mesh import dense_mesh, ep_mesh, expert_fsdp_mesh
 
 
@@ -64,7 +65,7 @@ def shard_experts_(
         reshard_after_forward=reshard_after_forward,
         mp_policy=_mixed_precision(compute_dtype),
         shard_placement_fn=lambda parameter: Shard(
-            expert_shard_dim(tuple(_local_shape(parameter)), num_shards)
+            expert_shard_dim(tuple(local_part(parameter).shape), num_shards)
         ),
     )
     _reduce_by_sum_(module)
@@ -141,7 +142,3 @@ def _reduce_by_sum_(module: nn.Module) -> None:
 def _fsdp(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
-
-
-def _local_shape(parameter: nn.Parameter) -> torch.Size:
-    return parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
