@@ -1,6 +1,7 @@
 import pytest
 
 from tests.support.launch import launch_ranks
+from tests.support.tiny import write_tiny_run
 
 pytestmark = pytest.mark.distributed
 
@@ -40,6 +41,17 @@ def test_error_that_only_another_rank_has_is_said_and_stops_all():
     assert (first.status, second.status) == (2, 2)
     said = [ended.err for ended in (first, second) if "error: seed='x'" in ended.err]
     assert len(said) == 1
+
+
+def test_data_that_only_one_rank_lacks_stops_all_with_its_name(tmp_path):
+    words = write_tiny_run(tmp_path)
+    (tmp_path / "rows.jsonl").rename(tmp_path / "1.jsonl")
+    path = f"{tmp_path}/ON_RANK_1.jsonl"
+    first, second = launch_ranks(2, MAIN, *words, "--data.source.path", path, timeout_s=60)
+    assert (first.status, second.status) == (2, 2)
+    assert "error: rank 1: data.source.path=" in first.err
+    assert "x.jsonl' does not exist" in first.err
+    assert "error: " not in second.err
 
 
 def test_collective_that_outlasts_the_timeout_names_the_rank_that_hangs_and_its_phase():
