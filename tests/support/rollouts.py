@@ -22,6 +22,7 @@ def make_rollout(number, prompt_length, length, *, is_truncated=False, old=False
     return Rollout(
         group=number,
         where=f"row {number}",
+        question="",
         prompt="",
         completion="",
         answer=None,

@@ -20,6 +20,7 @@ class Rollout:
     Attributes:
         group: Which prompt of the batch it completes.
         where: File and line, or task and item, of the prompt.
+        question: The prompt for people: its last user turn, or the text.
         prompt: Text that the model was given.
         completion: Text that it wrote.
         answer: What was found in it; None if nothing.
@@ -39,6 +40,7 @@ class Rollout:
 
     group: int
     where: str
+    question: str
     prompt: str
     completion: str
     answer: str | None

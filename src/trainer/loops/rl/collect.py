@@ -196,6 +196,7 @@ class Collector:
         return Rollout(
             group=0,
             where=prompt.where,
+            question=prompt.question,
             prompt=decode(self._tokenizer, prompt.ids),
             completion=text,
             answer=sample.answer,

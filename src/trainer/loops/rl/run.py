@@ -246,10 +246,9 @@ def evaluate(
 
 
 def sample_text(rollout: Rollout) -> str:
-    """Return a sample for people: the end of its prompt, the completion, what it earned."""
-    prompt = rollout.prompt.strip()[-60:]
+    """Return a sample for people: the end of its question, the completion, what it earned."""
     return (
-        f"  …{prompt!r} -> {rollout.completion[:80]!r} "
+        f"  {rollout.question[-60:]!r} -> {rollout.completion[:80]!r} "
         f"(reference {rollout.reference[:40]!r}, reward {rollout.reward:.3f})"
     )
 

@@ -1,0 +1,67 @@
+"""Every loss and every policy for samples runs on two ranks, and shows in the metrics."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.networks import dense_architecture
+from tests.support.rl_configs import PART_ASCII, rl_config
+from tests.support.spawn import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "cispo": {"loss": {"type": "cispo", "advantage": "leave_one_out"}},
+    "gspo by sequence": {"loss": {"type": "gspo", "reduction": "sequence"}},
+    "importance masked": {"loss": {"importance": "mask", "importance_low": 2.0}},
+    "importance truncated": {"loss": {"importance": "truncate", "old_log_probs": "trainer"}},
+    "all truncated and masked": {"rollout": {"truncated": "mask", "max_new_tokens": 2}},
+    "resampled": {"env": {"rewards": [{"type": "exact_match"}]}, "rollout": {"resample": 2}},
+    "entropy bonus": {"loss": {"entropy_coef": 0.1}},
+    "adamw": {"optim": {"type": "adamw", "lr": 0.001}},
+    "a dense network": {"model": {"architecture": dense_architecture(vocab_size=320)}},
+}
+
+
+def run_variants(folder: str) -> None:
+    from trainer.loops.rl import run_rl
+    from trainer.parallel import world
+
+    # One process group serves all runs of this process.
+    world.close_world = lambda: None
+    for name, changes in VARIANTS.items():
+        defaults = {"env": {"rewards": [PART_ASCII]}, "val": {"source": None}, "max_steps": 1}
+        run_rl(rl_config(Path(folder) / name, **(defaults | changes)))
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("options")
+    run_ranks(2, run_variants, str(folder), timeout_s=200)
+    lines = {}
+    for name in VARIANTS:
+        (line,) = (folder / name / "metrics.jsonl").read_text().splitlines()
+        lines[name] = json.loads(line)
+    return lines
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_trains(metrics, name):
+    line = metrics[name]
+    assert math.isfinite(line["loss/mean"])
+    assert line["optim/skipped_steps"] == 0
+    assert line["progress/trained_tokens"] > 0 or name == "all truncated and masked"
+
+
+def test_variants_show_in_the_metrics(metrics):
+    assert metrics["importance masked"]["ratio/masked"] == 1.0
+    assert metrics["importance truncated"]["ratio/masked"] == 0.0
+    truncated = metrics["all truncated and masked"]
+    assert truncated["rollout/truncated"] == 1.0
+    assert truncated["progress/trained_tokens"] == 0
+    assert truncated["loss/mean"] == 0.0
+    assert metrics["resampled"]["rollout/resampled_groups"] == 8
+    assert metrics["entropy bonus"]["loss/mean"] != metrics["adamw"]["loss/mean"]
