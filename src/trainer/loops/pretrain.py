@@ -2,6 +2,8 @@
 
 import math
 
+from transformers import PreTrainedTokenizerFast
+
 from trainer.config.pretrain import PretrainConfig
 from trainer.data.text.setup import PretrainData, setup_pretrain_data
 from trainer.data.tokenizer import choose_tokenizer
@@ -24,14 +26,7 @@ def run_pretrain(config: PretrainConfig) -> None:
     Collective: every rank of the launch calls it.
     """
     with open_world(config.parallel) as world:
-        tokenizer = choose_tokenizer(config.data.tokenizer, config.model.name)
-        data, problem = None, None
-        try:
-            data = setup_pretrain_data(config.data, config.val, tokenizer, config.seed)
-        except UserError as error:
-            problem = str(error)
-        raise_together(problem)
-        assert data is not None
+        tokenizer, data = _set_up_together(config)
         with open_run(config, world, tokenizer, "pretrain", data.source_names) as (run, position):
             run.say(data.description)
             if position is None:
@@ -40,6 +35,25 @@ def run_pretrain(config: PretrainConfig) -> None:
                 data.train.load_state_dict(position)
             train(run, config, data.train, lambda: evaluate(run, config, data))
             run.say(_where_things_lie(run))
+
+
+def _set_up_together(config: PretrainConfig) -> tuple[PreTrainedTokenizerFast, PretrainData]:
+    """Return tokenizer and data, or refuse on all ranks what any rank lacks.
+
+    Raises:
+        UserError: a rank cannot open them.
+
+    Collective: the whole world, one all-gather.
+    """
+    opened, problem = None, None
+    try:
+        tokenizer = choose_tokenizer(config.data.tokenizer, config.model.name)
+        opened = tokenizer, setup_pretrain_data(config.data, config.val, tokenizer, config.seed)
+    except UserError as error:
+        problem = str(error)
+    raise_together(problem)
+    assert opened is not None, "this rank's error has been raised"
+    return opened
 
 
 def evaluate(run: Run, config: PretrainConfig, data: PretrainData) -> dict[str, float]:

@@ -5,7 +5,7 @@ gives its files in shuffled order and shuffles within windows of rows; going bac
 of a file reads that file again up to there, whatever came before it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -83,7 +83,11 @@ class StreamPages:
         return {"files": self._num_files}
 
     def page(self, epoch: int, cursor: Cursor) -> Page:
-        """Read the next rows."""
+        """Read the next rows.
+
+        Raises:
+            UserError: a row has no such column.
+        """
         file, row = cursor if len(cursor) == 2 else (cursor[0], 0)
         rows = self._rows(epoch, (file, row))
         texts = list(islice(rows, PAGE_ROWS))
@@ -107,7 +111,8 @@ class StreamPages:
         file, row = cursor
         index = self._shuffle.place(file, self._num_files, epoch)
         shard = self._stream.shard(num_shards=self._num_files, index=index)
-        return (item[self._column] for item in (shard.skip(row) if row else shard))
+        rows = shard.skip(row) if row else shard
+        return (_text_of(item, self._column) for item in rows)
 
 
 def open_hub(source: HubTextSource, field: str, shuffle: Shuffle) -> TablePages | StreamPages:
@@ -121,6 +126,7 @@ def open_hub(source: HubTextSource, field: str, shuffle: Shuffle) -> TablePages 
     Raises:
         UserError: it cannot be loaded, has no such column, or no rows.
     """
+    # Imported here: it takes a second, and most runs have no such source.
     import datasets
 
     datasets.disable_progress_bars()
@@ -133,14 +139,36 @@ def open_hub(source: HubTextSource, field: str, shuffle: Shuffle) -> TablePages 
             f"{field}.path={source.path!r} (subset={source.subset!r}, split={source.split!r}) "
             f"cannot be loaded: {error}"
         ) from error
-    names = loaded.column_names
-    if names is not None and source.column not in names:
-        raise UserError(
-            f"{field}.column={source.column!r}: {source.path} has the columns {', '.join(names)}; "
-            "name the one that holds the text"
-        )
+    _check_column(source, field, loaded.features)
     if source.streaming:
         return StreamPages(loaded, source.column, shuffle)
     if len(loaded) == 0:
         raise UserError(f"{field}.path={source.path!r} has no rows: give a source with some")
     return TablePages(loaded, source.column, shuffle)
+
+
+def _check_column(source: HubTextSource, field: str, features: Mapping[str, Any] | None) -> None:
+    """Refuse a column that is not there or holds no text; a stream may not say what it has."""
+    import datasets
+
+    if features is None:
+        return
+    column = features.get(source.column)
+    if not isinstance(column, datasets.Value) or column.dtype not in ("string", "large_string"):
+        raise UserError(
+            f"{field}.column={source.column!r} is no text column of {source.path} (columns: "
+            f"{', '.join(features)}): name the one that holds the text"
+        )
+
+
+def _text_of(row: Mapping[str, Any], column: str) -> str:
+    """Return a row's text, '' for null."""
+    text = row.get(column, False)
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UserError(
+            f"data.source.column={column!r}: a row of the stream has no text there (found "
+            f"{', '.join(sorted(row))}): name the column that holds the text"
+        )
+    return text

@@ -26,6 +26,7 @@ from trainer.data.text.parquet import ParquetPages
 from trainer.errors import UserError
 
 PARQUET = ".parquet"
+OTHER_LOSSES = {"mean", "perplexity", "load_balancing"}
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_BLOCK_BYTES = 1 << 18
 
@@ -43,10 +44,14 @@ def source_fields(source: PretrainSource, field: str) -> list[str]:
 
 
 def source_names(source: PretrainSource) -> list[str]:
-    """Return the name under which each source is logged; equal ones get their number in the mix."""
+    """Return the name under which each source is logged.
+
+    Equal names, and those that would hide another `loss/…`, get their number in the mix.
+    """
     names = [_own_name(part) for part in single_sources(source)]
     return [
-        name if names.count(name) == 1 else f"{name}-{index}" for index, name in enumerate(names)
+        name if names.count(name) == 1 and name not in OTHER_LOSSES else f"{name}-{index}"
+        for index, name in enumerate(names)
     ]
 
 

@@ -46,7 +46,19 @@ def test_a_stream_goes_on_from_any_cursor(folder):
 
 
 def test_what_cannot_be_loaded_is_named(folder):
-    with pytest.raises(UserError, match=r"data\.source\.column='body'.*text, id"):
-        open_hub(HubTextSource(path=str(folder), column="body"), "data.source", Shuffle(None))
+    for column in ("body", "id"):
+        with pytest.raises(UserError, match=rf"data\.source\.column='{column}'.*text, id"):
+            open_hub(HubTextSource(path=str(folder), column=column), "data.source", Shuffle(None))
     with pytest.raises(UserError, match=r"data\.source\.path='.*nothing'.*cannot be loaded"):
         open_hub(HubTextSource(path=str(folder / "nothing")), "data.source", Shuffle(None))
+
+
+def test_a_stream_that_does_not_say_its_columns_is_checked_row_by_row():
+    import datasets
+
+    rows = [{"text": "a"}, {"text": None}, {"body": "b"}]
+    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    good = StreamPages(stream.take(2), "text", Shuffle(None))
+    assert list(good.page(0, (0,)).documents) == ["a"]
+    with pytest.raises(UserError, match=r"a row of the stream has no text there \(found body"):
+        StreamPages(stream, "text", Shuffle(None)).page(0, (0,))

@@ -47,7 +47,8 @@ def test_sources_are_named_by_what_they_are():
         {"type": "files", "path": "other/books.jsonl"},
         {"type": "hub", "path": "allenai/c4"},
         {"type": "stdlib"},
+        {"type": "files", "path": "mean.txt"},
         {"type": "tokens", "path": "shards/web/", "name": "the web"},
     ]
     data = PretrainDataConfig.model_validate({"source": {"type": "mix", "sources": sources}})
-    assert source_names(data.source) == ["books-0", "books-1", "c4", "stdlib", "the web"]
+    assert source_names(data.source) == ["books-0", "books-1", "c4", "stdlib", "mean-4", "the web"]
