@@ -21,6 +21,9 @@ from transformers import (
 
 from trainer.rl.engine import Sampling
 
+_UNITS = 2**52
+"""Parts of a probability of 1; a sum of them stays exact in fp64."""
+
 
 def draw_noise(seeds: Sequence[Sequence[int]], num_positions: int) -> Tensor:
     """Return fp64 uniform numbers in [0, 1), one row a seed, one column a position.
@@ -40,16 +43,14 @@ def pick_tokens(scores: Tensor, noise: Tensor) -> Tensor:
         scores: One row of logits (or log-probabilities) a completion, -inf for excluded tokens.
         noise: fp64 in [0, 1), one a row.
 
-    The distribution function is summed in fp64; an excluded token adds nothing, so it is never
-    the first to pass. Scores that differ by rounding (another number of ranks) give another token
-    only where the noise falls within that rounding of a step.
+    Probabilities are summed as integer multiples of 2**-52: exact in any order, so deterministic on
+    a GPU too, and an excluded token, which adds nothing, is never the first to pass. Scores that
+    differ by rounding (another number of ranks) give another token only where the noise falls
+    within that rounding of a step.
     """
-    mass = scores.double().softmax(-1).cumsum(-1)
+    mass = (scores.double().softmax(-1) * _UNITS).long().cumsum(-1)
     total = mass[:, -1:]
-    # Below the total even when the product rounds up to it.
-    threshold = torch.minimum(
-        noise.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total))
-    )
+    threshold = torch.minimum((noise.unsqueeze(1) * total).long(), total - 1)
     return torch.searchsorted(mass, threshold, right=True).squeeze(1)
 
 
