@@ -33,6 +33,7 @@ MARKS = (
     "<!-- study: written by scripts/study/optimizers.py --publish -->",
     "<!-- /study -->",
 )
+LOG = "optimizers.log"
 RESULTS = Path(__file__).parent / "results"
 CONFIG = ROOT / "configs" / "pretrain" / "demo.toml"
 TUNED_LRS = {
@@ -131,11 +132,20 @@ def run(out: Path, trial: Trial) -> list[dict[str, Any]]:
     lines = read_metrics(folder)
     if not lines or lines[-1]["step"] < trial.num_steps:
         shutil.rmtree(folder, ignore_errors=True)
+        began = time.perf_counter()
         launch(trial, folder)
         lines = read_metrics(folder)
-    last = lines[-1]
-    print(f"{trial.name}: loss {last['loss/mean']:.4f}, validation {last['val/loss']}", flush=True)
+        loss, val_loss = lines[-1]["loss/mean"], lines[-1]["val/loss"]
+        seconds = time.perf_counter() - began
+        say(out, f"{trial.name}: loss {loss:.4f}, validation {val_loss:.4f}, {seconds:.0f} s")
     return lines
+
+
+def say(out: Path, line: str) -> None:
+    """Print a line and add it to the study's log."""
+    print(line, flush=True)
+    with (out / LOG).open("a") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} {line}\n")
 
 
 def launch(trial: Trial, folder: Path) -> None:
@@ -149,14 +159,12 @@ def launch(trial: Trial, folder: Path) -> None:
         *("--val.prompts", "[]", "--val.interval", str(interval), "--val.max-packs", "16"),
         *("--wandb.enabled", "false", "--ckpt.interval", "0"),
     ]
-    began = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.log").open("w") as log:
         subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=log, stderr=log)
     for heavy in ("checkpoints", "weights"):
         shutil.rmtree(folder / heavy)
-    print(f"{trial.name}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -221,10 +229,11 @@ def report(out: Path, record: dict[str, Any]) -> None:
 
 
 def publish(out: Path) -> None:
-    """Copy JSON and figures to where they are kept, and the table into `docs/pretraining.md`."""
+    """Copy JSON, log and figures to where they are kept; put the table into the docs."""
     RESULTS.mkdir(exist_ok=True)
     FIGURES.mkdir(exist_ok=True)
-    shutil.copy(out / "optimizers.json", RESULTS)
+    for name in ("optimizers.json", LOG):
+        shutil.copy(out / name, RESULTS)
     for name in ("optimizers.png", "overlay.png"):
         shutil.copy(out / name, FIGURES)
     before, _, rest = PAGE.read_text().partition(MARKS[0])
