@@ -3,7 +3,8 @@
 A row (`rows`) of a source (`sources`, `jsonl`, `reasoning_gym`) is drawn in one global order
 (`order`), rendered (`chat`), tokenized and masked (`encode`), kept or left out (`reader`) and
 packed (`packing`) into an endless stream (`stream`, `prefetch`). Validation is set apart in
-`held_out`. Start with `setup`.
+`held_out`. Start with `setup`. Pretraining reads documents instead of rows: see `text` and
+`shards`.
 """
 
 from trainer.data.packing import (
