@@ -55,8 +55,9 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-def test_one_process(tmp_path):
-    words = [*write_tiny_run(tmp_path), *ENDLESS]
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_one_process(tmp_path, asynchronous):
+    words = [*write_tiny_run(tmp_path), *ENDLESS, "--ckpt.asynchronous", asynchronous]
     process = start(words)
     wait_for_step(tmp_path, 2, process)
     assert end_with(process, signal.SIGTERM) == 143

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.checkpoint import CheckpointStore, compare_configs, refusal_message
 from trainer.checkpoint.rng import seed_all
 from trainer.config import RunConfig
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.loops.display import Display
 from trainer.loops.plan_file import describe_plan, kernel_choices
 from trainer.loops.run import Run
@@ -85,7 +85,11 @@ def open_run(
         stop_signal = stack.enter_context(StopSignal(has_launcher=world.size > 1))
         run = Run(config, world, tokenizer, step, store, stop_signal, source_names)
         _open_record(run, saved, kind, stack, ranks)
-        yield run, None if saved is None else saved["data"]
+        try:
+            yield run, None if saved is None else saved["data"]
+        except Interrupted:
+            store.wait()  # a write in the background is the checkpoint that the signal promised
+            raise
         store.wait()
 
 
