@@ -23,7 +23,7 @@ class Background:
     """
 
     def __init__(
-        self, device: torch.device, num_multiprocessors: int | None = NUM_MULTIPROCESSORS
+        self, device: torch.device, num_multiprocessors: int | None = None
     ) -> None:
         self.num_multiprocessors = num_multiprocessors
         # Of high priority: a product's threadblocks fill the device, so passes would otherwise

@@ -51,7 +51,7 @@ class Tiles:
     symmetric_large: Tile = Tile(192, 192, pingpong=False)
     large_rows: int = 4096
     general: Tile = Tile(128, 192, cluster_rows=2)
-    is_dynamic: bool = True
+    is_dynamic: bool = False
     """Threadblocks take tiles as they come, so that those which must wait for a multiprocessor
     (`trainer.optim.background`) hold nothing up."""
 
