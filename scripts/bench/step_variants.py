@@ -5,8 +5,6 @@ save where a variant's name says otherwise.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 
 import torch
 from baselines import SEED, find_baselines
@@ -15,10 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.optim import AdamWConfig, DionConfig, MuonConfig
 from trainer.errors import UserError
-from trainer.optim import Muon, setup_optimizer
-from trainer.optim.background import Background
+from trainer.optim import setup_optimizer
 from trainer.optim.groups import sort_parameters
-from trainer.optim.kernels.symmetric import Tiles, quack_products
 from trainer.optim.setup import param_groups
 
 Build = Callable[[nn.Module, DeviceMesh], torch.optim.Optimizer]
@@ -31,25 +27,6 @@ BASELINE = "dion_quack"
 def _ours(**settings: object) -> Build:
     config = MuonConfig.model_validate({"lr": LR, **settings})
     return lambda model, mesh: setup_optimizer(config, model.named_parameters(), mesh)
-
-
-def _overlapping(num_multiprocessors: int | None) -> Build:
-    """Return ours with passes on that many multiprocessors; None: after one another."""
-
-    def build(model: nn.Module, mesh: DeviceMesh) -> torch.optim.Optimizer:
-        optimizer = _ours()(model, mesh)
-        assert isinstance(optimizer, Muon)
-        device = torch.device(mesh.device_type)
-        optimizer._stacked._background = Background(device, num_multiprocessors)
-        tiles = Tiles(is_dynamic=num_multiprocessors is not None)
-        if device.type == "cuda":
-            load = partial(quack_products, torch.cuda.get_device_capability(), tiles)
-            for index, choice in enumerate(optimizer.kernels):
-                if choice.halves_symmetric:
-                    optimizer.kernels[index] = replace(choice, load_products=load)
-        return optimizer
-
-    return build
 
 
 def _adamw(model: nn.Module, mesh: DeviceMesh) -> torch.optim.Optimizer:
@@ -86,8 +63,6 @@ VARIANTS: dict[str, Build] = {
     "dion_triton": _dion(use_triton=True),
     "dion_dense": _dion(),
     "adamw": _adamw,
-    "ours_serial": _overlapping(None),
-    **{f"ours_overlap_{n}": _overlapping(n) for n in (4, 8, 16, 24)},
     "ours_symmetric": _ours(kernel="symmetric"),
     "ours_small_stacks": _ours(max_stack_gib=0.5),
     "ours_large_stacks": _ours(max_stack_gib=8.0),

@@ -49,7 +49,6 @@ class Exchange:
     """Launches and awaits collectives, off the compute stream on a GPU."""
 
     def __init__(self, device: torch.device, timer: PhaseTimer) -> None:
-        self.device = device
         self._timer = timer
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.num_launched = 0

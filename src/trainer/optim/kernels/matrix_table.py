@@ -134,19 +134,14 @@ class MatrixTable:
         mu: float,
         nesterov: bool,
         keep: Literal["squares", "largest"],
-        num_programs: int | None = None,
     ) -> Tensor:
-        """M <- mu * m + g; return what the next pass needs of each matrix's direction.
-
-        Here and below, `num_programs` is how many multiprocessors a pass takes at most; None: all.
-        """
+        """M <- mu * m + g; return what the next pass needs of each matrix's direction."""
         return self.kernels.launch_momentum(
             self.addresses_B4,
             self.num_elements,
             mu=mu,
             nesterov=nesterov,
             keep=keep,
-            num_programs=num_programs,
         )
 
     def normalized_stack(
@@ -158,7 +153,6 @@ class MatrixTable:
         *,
         mu: float,
         nesterov: bool,
-        num_programs: int | None = None,
     ) -> Tensor:
         """Return the directions of some matrices, each of Frobenius norm 1 or zero: [B, M, N]."""
         lines_B4 = self.addresses_B4[matrices]
@@ -169,7 +163,6 @@ class MatrixTable:
             stack_BMN,
             mu=mu,
             nesterov=nesterov,
-            num_programs=num_programs,
         )
         return stack_BMN
 
@@ -198,7 +191,6 @@ class MatrixTable:
         *,
         decay: float,
         step_size: float,
-        num_programs: int | None = None,
     ) -> None:
         """W <- w * (1 - decay) - step_size * O, for contiguous O."""
         self.kernels.launch_update(
@@ -206,7 +198,6 @@ class MatrixTable:
             update_BMN,
             decay=decay,
             step_size=step_size,
-            num_programs=num_programs,
         )
 
 

@@ -25,7 +25,6 @@ _NUM_BLOCKS = 8
 """Tiles a part of the first two passes: the second adds up a matrix's partial results anew for each
 part, so these must be few."""
 
-# 16 warps of these kernels fill a multiprocessor's registers, so programs count multiprocessors.
 # Without fused multiply-adds each product is rounded, as in passes.py.
 _OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
@@ -59,7 +58,6 @@ def _is_open(table_ptr, matrix):
 def _momentum_kernel(
     table_ptr,
     kept_ptr,
-    num_work,
     num_elements,
     mu,
     num_parts,
@@ -70,32 +68,30 @@ def _momentum_kernel(
 ):
     """M <- mu * m + g; keep each part's sum of squares, or largest magnitude, of the direction."""
     work = tl.program_id(0)
-    while work < num_work:
-        matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-        m_ptr = _matrix_ptr(table_ptr, matrix, 1)
-        g_ptr = _matrix_ptr(table_ptr, matrix, 0)
-        has_gradient = _address(table_ptr, matrix, 0) != 0
-        is_open = _is_open(table_ptr, matrix)
-        total = tl.zeros((TILE,), dtype=tl.float64 if OF_SQUARES else tl.float32)
-        for block in range(NUM_BLOCKS):
-            offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
-            inside = offsets < num_elements
-            m = tl.load(m_ptr + offsets, mask=inside, other=0.0)
-            g = tl.load(g_ptr + offsets, mask=inside & has_gradient, other=0.0)
-            # A shut gate may hold back nan and inf: select, never multiply.
-            m = tl.where(is_open, m * mu + g, m)
-            tl.store(m_ptr + offsets, m, mask=inside & is_open)
-            u = m * mu + g if NESTEROV else m
-            if OF_SQUARES:
-                wide = u.to(tl.float64)
-                total += wide * wide
-            else:
-                total = tl.maximum(total, tl.abs(u))
+    matrix, part = (work // num_parts).to(tl.int64), work % num_parts
+    m_ptr = _matrix_ptr(table_ptr, matrix, 1)
+    g_ptr = _matrix_ptr(table_ptr, matrix, 0)
+    has_gradient = _address(table_ptr, matrix, 0) != 0
+    is_open = _is_open(table_ptr, matrix)
+    total = tl.zeros((TILE,), dtype=tl.float64 if OF_SQUARES else tl.float32)
+    for block in range(NUM_BLOCKS):
+        offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
+        inside = offsets < num_elements
+        m = tl.load(m_ptr + offsets, mask=inside, other=0.0)
+        g = tl.load(g_ptr + offsets, mask=inside & has_gradient, other=0.0)
+        # A shut gate may hold back nan and inf: select, never multiply.
+        m = tl.where(is_open, m * mu + g, m)
+        tl.store(m_ptr + offsets, m, mask=inside & is_open)
+        u = m * mu + g if NESTEROV else m
         if OF_SQUARES:
-            tl.store(kept_ptr + work, tl.sum(total, axis=0))
+            wide = u.to(tl.float64)
+            total += wide * wide
         else:
-            tl.store(kept_ptr + work, tl.max(total, axis=0).to(tl.float64))
-        work += tl.num_programs(0)
+            total = tl.maximum(total, tl.abs(u))
+    if OF_SQUARES:
+        tl.store(kept_ptr + work, tl.sum(total, axis=0))
+    else:
+        tl.store(kept_ptr + work, tl.max(total, axis=0).to(tl.float64))
 
 
 @triton.jit
@@ -113,7 +109,6 @@ def _normalize_kernel(
     table_ptr,
     kept_ptr,
     out_ptr,
-    num_work,
     num_elements,
     mu,
     num_parts,
@@ -124,22 +119,20 @@ def _normalize_kernel(
 ):
     """Write directions divided by their Frobenius norm; a norm of zero divides by one."""
     work = tl.program_id(0)
-    while work < num_work:
-        matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-        parts = tl.arange(0, NUM_PARTS)
-        total = tl.sum(
-            tl.load(kept_ptr + matrix * num_parts + parts, mask=parts < num_parts, other=0.0),
-            axis=0,
-        )
-        inverse = 1.0 / tl.sqrt(tl.where(total == 0.0, 1.0, total))
-        y_ptr = out_ptr + matrix * num_elements
-        for block in range(NUM_BLOCKS):
-            offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
-            inside = offsets < num_elements
-            u = _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV)
-            y = (u.to(tl.float64) * inverse).to(tl.float32).to(out_ptr.dtype.element_ty)
-            tl.store(y_ptr + offsets, y, mask=inside)
-        work += tl.num_programs(0)
+    matrix, part = (work // num_parts).to(tl.int64), work % num_parts
+    parts = tl.arange(0, NUM_PARTS)
+    total = tl.sum(
+        tl.load(kept_ptr + matrix * num_parts + parts, mask=parts < num_parts, other=0.0),
+        axis=0,
+    )
+    inverse = 1.0 / tl.sqrt(tl.where(total == 0.0, 1.0, total))
+    y_ptr = out_ptr + matrix * num_elements
+    for block in range(NUM_BLOCKS):
+        offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
+        inside = offsets < num_elements
+        u = _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV)
+        y = (u.to(tl.float64) * inverse).to(tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(y_ptr + offsets, y, mask=inside)
 
 
 @triton.jit
@@ -147,7 +140,6 @@ def _message_kernel(
     table_ptr,
     kept_ptr,
     out_ptr,
-    num_work,
     num_elements,
     row_stride,
     mu,
@@ -162,48 +154,44 @@ def _message_kernel(
 ):
     """Write directions divided by 2**e, the largest in [0.5, 1), and e behind them."""
     work = tl.program_id(0)
-    while work < num_work:
-        matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-        parts = tl.arange(0, NUM_PARTS)
-        largest = tl.max(
-            tl.load(kept_ptr + matrix * num_parts + parts, mask=parts < num_parts, other=0.0),
-            axis=0,
-        )
-        # Every fp32 is a normal fp64, whose exponent bits are frexp's exponent less one.
-        bits = largest.to(tl.int64, bitcast=True)
-        exponent = ((bits >> 52) & 0x7FF).to(tl.int32) - 1022
-        exponent = tl.where(largest == 0.0, ZERO_EXPONENT, exponent)
-        shift = -tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT)
-        factor = ((shift + 127) << 23).to(tl.float32, bitcast=True)
-        y_ptr = out_ptr + matrix * row_stride
-        for block in range(NUM_BLOCKS):
-            offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
-            inside = offsets < num_elements
-            u = _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV)
-            tl.store(y_ptr + offsets, (u * factor).to(out_ptr.dtype.element_ty), mask=inside)
-        if part == 0:
-            ends = num_elements + tl.arange(0, TAIL)
-            sent = exponent.to(tl.float32).to(out_ptr.dtype.element_ty)
-            tl.store(y_ptr + ends, tl.zeros((TAIL,), out_ptr.dtype.element_ty) + sent)
-        work += tl.num_programs(0)
+    matrix, part = (work // num_parts).to(tl.int64), work % num_parts
+    parts = tl.arange(0, NUM_PARTS)
+    largest = tl.max(
+        tl.load(kept_ptr + matrix * num_parts + parts, mask=parts < num_parts, other=0.0),
+        axis=0,
+    )
+    # Every fp32 is a normal fp64, whose exponent bits are frexp's exponent less one.
+    bits = largest.to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) & 0x7FF).to(tl.int32) - 1022
+    exponent = tl.where(largest == 0.0, ZERO_EXPONENT, exponent)
+    shift = -tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT)
+    factor = ((shift + 127) << 23).to(tl.float32, bitcast=True)
+    y_ptr = out_ptr + matrix * row_stride
+    for block in range(NUM_BLOCKS):
+        offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
+        inside = offsets < num_elements
+        u = _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV)
+        tl.store(y_ptr + offsets, (u * factor).to(out_ptr.dtype.element_ty), mask=inside)
+    if part == 0:
+        ends = num_elements + tl.arange(0, TAIL)
+        sent = exponent.to(tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(y_ptr + ends, tl.zeros((TAIL,), out_ptr.dtype.element_ty) + sent)
 
 
 @triton.jit
 def _update_kernel(
-    table_ptr, update_ptr, num_work, num_elements, kept, step_size, num_tiles, TILE: tl.constexpr
+    table_ptr, update_ptr, num_elements, kept, step_size, num_tiles, TILE: tl.constexpr
 ):
     """W <- w * kept - step_size * O."""
     work = tl.program_id(0)
-    while work < num_work:
-        matrix, tile = (work // num_tiles).to(tl.int64), work % num_tiles
-        if _is_open(table_ptr, matrix):
-            w_ptr = _matrix_ptr(table_ptr, matrix, 2)
-            offsets = tile * TILE + tl.arange(0, TILE)
-            inside = offsets < num_elements
-            update = tl.load(update_ptr + matrix * num_elements + offsets, mask=inside, other=0.0)
-            w = tl.load(w_ptr + offsets, mask=inside, other=0.0)
-            tl.store(w_ptr + offsets, w * kept - step_size * update.to(tl.float32), mask=inside)
-        work += tl.num_programs(0)
+    matrix, tile = (work // num_tiles).to(tl.int64), work % num_tiles
+    if _is_open(table_ptr, matrix):
+        w_ptr = _matrix_ptr(table_ptr, matrix, 2)
+        offsets = tile * TILE + tl.arange(0, TILE)
+        inside = offsets < num_elements
+        update = tl.load(update_ptr + matrix * num_elements + offsets, mask=inside, other=0.0)
+        w = tl.load(w_ptr + offsets, mask=inside, other=0.0)
+        tl.store(w_ptr + offsets, w * kept - step_size * update.to(tl.float32), mask=inside)
 
 
 def launch_momentum(
@@ -213,7 +201,6 @@ def launch_momentum(
     mu: float,
     nesterov: bool,
     keep: Literal["squares", "largest"],
-    num_programs: int | None = None,
 ) -> Tensor:
     """Update the momentum of every matrix of a table.
 
@@ -223,7 +210,6 @@ def launch_momentum(
         mu: Momentum factor.
         nesterov: Whether what is kept is of mu * m + g.
         keep: The sum of squares of each part of a matrix, or its largest magnitude.
-        num_programs: At most so many at once; None: as many as there is work.
 
     Returns:
         fp64 [B, parts].
@@ -231,10 +217,9 @@ def launch_momentum(
     record_launch("triton.momentum")
     num_parts = triton.cdiv(num_elements, _NUM_BLOCKS * _TILE)
     kept_BP = torch.empty(len(table_B4), num_parts, dtype=torch.float64, device=table_B4.device)
-    _momentum_kernel[_grid(kept_BP.numel(), num_programs)](
+    _momentum_kernel[(kept_BP.numel(),)](
         table_B4,
         kept_BP,
-        kept_BP.numel(),
         num_elements,
         mu,
         num_parts,
@@ -254,7 +239,6 @@ def launch_normalize(
     *,
     mu: float,
     nesterov: bool,
-    num_programs: int | None = None,
 ) -> None:
     """Write every matrix's direction, divided by its Frobenius norm.
 
@@ -264,15 +248,13 @@ def launch_normalize(
         out_BMN: Contiguous, of any float dtype.
         mu: Momentum factor.
         nesterov: As there.
-        num_programs: As there.
     """
     record_launch("triton.normalize")
     num_parts = kept_BP.shape[1]
-    _normalize_kernel[_grid(kept_BP.numel(), num_programs)](
+    _normalize_kernel[(kept_BP.numel(),)](
         table_B4,
         kept_BP,
         out_BMN,
-        kept_BP.numel(),
         out_BMN[0].numel(),
         mu,
         num_parts,
@@ -292,7 +274,6 @@ def launch_message(
     *,
     mu: float,
     nesterov: bool,
-    num_programs: int | None = None,
 ) -> None:
     """Write every slab's direction as `wire.pack` does: scaled values, then the exponent.
 
@@ -303,15 +284,13 @@ def launch_message(
         tail: Elements behind the values, a power of two.
         mu: Momentum factor.
         nesterov: As there.
-        num_programs: As there.
     """
     record_launch("triton.message")
     num_parts = kept_BP.shape[1]
-    _message_kernel[_grid(kept_BP.numel(), num_programs)](
+    _message_kernel[(kept_BP.numel(),)](
         table_B4,
         kept_BP,
         message,
-        kept_BP.numel(),
         message.shape[1] - tail,
         message.shape[1],
         mu,
@@ -333,7 +312,6 @@ def launch_update(
     *,
     decay: float,
     step_size: float,
-    num_programs: int | None = None,
 ) -> None:
     """Apply an update to the weight of every matrix of a table.
 
@@ -342,15 +320,13 @@ def launch_update(
         update_BMN: Contiguous, of any float dtype.
         decay: lr * weight_decay.
         step_size: lr * s.
-        num_programs: At most so many at once; None: as many as there is work.
     """
     record_launch("triton.update")
     num_elements = update_BMN[0].numel()
     num_tiles = triton.cdiv(num_elements, _TILE)
-    _update_kernel[_grid(len(table_B4) * num_tiles, num_programs)](
+    _update_kernel[(len(table_B4) * num_tiles,)](
         table_B4,
         update_BMN,
-        len(table_B4) * num_tiles,
         num_elements,
         1 - decay,
         step_size,
@@ -358,7 +334,3 @@ def launch_update(
         TILE=_TILE,
         **_OPTIONS,
     )
-
-
-def _grid(num_work: int, num_programs: int | None) -> tuple[int]:
-    return (num_work if num_programs is None else min(num_work, num_programs),)

@@ -51,9 +51,6 @@ class Tiles:
     symmetric_large: Tile = Tile(192, 192, pingpong=False)
     large_rows: int = 4096
     general: Tile = Tile(128, 192, cluster_rows=2)
-    is_dynamic: bool = False
-    """Threadblocks take tiles as they come, so that those which must wait for a multiprocessor
-    (`trainer.optim.background`) hold nothing up."""
 
     def symmetric_for(self, M: int) -> Tile:
         """Return the tile for an M x M result."""
@@ -93,7 +90,7 @@ def _hopper_products(tiles: Tiles) -> Products:
 def _hopper_gram(kernel: Callable[..., object], tiles: Tiles, X_BMN: Tensor, out: Tensor) -> None:
     record_launch("quack.gemm_symmetric")
     tile = tiles.symmetric_for(out.shape[-1])
-    kernel(X_BMN, X_BMN, out, None, _queue(tiles, out), **_launch_options(tile, tiles))
+    kernel(X_BMN, X_BMN, out, None, None, **_launch_options(tile))
 
 
 def _hopper_symmetric(
@@ -109,8 +106,8 @@ def _hopper_symmetric(
     record_launch("quack.gemm_symmetric")
     tile = tiles.symmetric_for(out.shape[-1])
     # The kernel multiplies by the transpose of its second operand: Z is its own.
-    options = _launch_options(tile, tiles)
-    kernel(A_BMM, Z_BMM, out, C_BMM, _queue(tiles, out), **options, alpha=alpha, beta=beta)
+    options = _launch_options(tile)
+    kernel(A_BMM, Z_BMM, out, C_BMM, None, **options, alpha=alpha, beta=beta)
 
 
 def _hopper_apply(
@@ -122,30 +119,19 @@ def _hopper_apply(
     out: Tensor,
 ) -> None:
     record_launch("quack.gemm")
-    options = _launch_options(tiles.general, tiles)
-    queue = _queue(tiles, out)
+    options = _launch_options(tiles.general)
     if beta != 0.0:
         options["beta"] = beta
     if is_column_major(X_BMN):
         # Xᵀ·S, whose rows are contiguous; S stands for its own transpose.
         addend = X_BMN.mT if beta != 0.0 else None
-        kernel(X_BMN.mT, S_BMM, out.mT, addend, queue, **options)
+        kernel(X_BMN.mT, S_BMM, out.mT, addend, None, **options)
     else:
         addend = X_BMN if beta != 0.0 else None
-        kernel(S_BMM, X_BMN, out, addend, queue, **options, b_kn=True)
+        kernel(S_BMM, X_BMN, out, addend, None, **options, b_kn=True)
 
 
-def _queue(tiles: Tiles, out: Tensor) -> Tensor | None:
-    """Return the counter that threadblocks take tiles from; a kernel leaves it at zero."""
-    return _counter(out.device) if tiles.is_dynamic else None
-
-
-@lru_cache
-def _counter(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def _launch_options(tile: Tile, tiles: Tiles) -> dict[str, object]:
+def _launch_options(tile: Tile) -> dict[str, object]:
     return {
         "tile_M": tile.rows,
         "tile_N": tile.columns,
@@ -153,7 +139,7 @@ def _launch_options(tile: Tile, tiles: Tiles) -> dict[str, object]:
         "cluster_N": tile.cluster_columns,
         "pingpong": tile.pingpong,
         "persistent": True,
-        "is_dynamic_persistent": tiles.is_dynamic,
+        "is_dynamic_persistent": False,
     }
 
 

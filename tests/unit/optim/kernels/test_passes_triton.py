@@ -82,7 +82,7 @@ def test_passes_by_table_equal_those_by_tensor(nesterov: bool, is_open: bool | N
     apply_updates_(
         _upper(expected[1]), update.split([3, 2]), [gate, gate], cautious=False, **settings
     )
-    table.apply_(update, slice(0, 5), **settings, num_programs=2)
+    table.apply_(update, slice(0, 5), **settings)
     for w, wanted in zip(weights, expected[1], strict=True):
         assert torch.equal(w, wanted)
 
@@ -95,7 +95,7 @@ DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" e
 def test_messages_by_table_equal_those_by_tensor(dtype: torch.dtype) -> None:
     gradients, momenta, weights = _tensors()
     table = _table(gradients, momenta, weights, None)
-    kept = table.update_momentum_(mu=MU, nesterov=False, keep="largest", num_programs=1)
+    kept = table.update_momentum_(mu=MU, nesterov=False, keep="largest")
     message = table.message(kept, slice(1, 5), dtype, mu=MU, nesterov=False)
     slabs = [_upper(momenta)[0][1:], momenta[1]]
     assert torch.equal(message, pack(slabs, 4, SHAPE, dtype))
