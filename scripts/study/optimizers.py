@@ -37,8 +37,8 @@ LOG = "optimizers.log"
 RESULTS = Path(__file__).parent / "results"
 CONFIG = ROOT / "configs" / "pretrain" / "demo.toml"
 TUNED_LRS = {
-    "adamw": (0.001, 0.002, 0.004, 0.008, 0.016),
-    "muon": (0.005, 0.01, 0.02, 0.04, 0.08),
+    "adamw": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
+    "muon": (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08),
 }
 SETTINGS = {
     "adamw": ("--optim.type", "adamw", "--optim.weight-decay", "0.01"),

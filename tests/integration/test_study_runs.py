@@ -19,7 +19,7 @@ def test_short_study_reports_and_does_not_repeat_finished_runs(tmp_path):
     first = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert first.returncode == 0, first.stderr[-3000:]
     record = json.loads((tmp_path / "optimizers.json").read_text())
-    assert record["best_lr"] == {"adamw": 0.004, "muon": 0.02}
+    assert record["best_lr"] == {"adamw": 0.002, "muon": 0.01}
     assert record["overlaid"]["impl per_matrix"] == pytest.approx(
         record["overlaid"]["impl stacked, 1 rank"], abs=1e-4
     )
