@@ -117,7 +117,7 @@ def overlay_trial(
     """Return the run of one way to compute the same."""
     label = "".join(character if character.isalnum() else "-" for character in name)
     flags = ("--optim.lr", str(lr), *flags)
-    return Trial(f"overlay-{label}-{num_steps}", flags, num_ranks, num_steps)
+    return Trial(f"overlay-{label}-lr{lr}-{num_steps}", flags, num_ranks, num_steps)
 
 
 def tune(out: Path, optimizer: str, lrs: tuple[float, ...], num_steps: int) -> float:
@@ -196,6 +196,7 @@ def summarize(
             for name in lrs
         },
         "best_lr": best,
+        "overlay_lr": best["muon"],
         "compared": {name: [curve(lines) for lines in runs] for name, runs in compared.items()},
         "overlaid": {name: curve(lines)["loss"] for name, lines in overlaid.items()},
     }
