@@ -43,6 +43,7 @@ START_FLAGS = {
     "val.interval": "0",
     "ckpt.weights-interval": "2",
     "ckpt.weights-dtype": "float32",
+    "ckpt.resume": "latest",
     "wandb.enabled": "false",
 }
 """What the supervised run of the start changes in its own demo."""
