@@ -19,7 +19,8 @@ FIXED = {
     "val.fraction": "it decides which rows are trained on; put it back, or start a new run",
     "seed": "it decides the order of the data; put it back, or start a new run",
 }
-FREE_WITHIN_FIXED = {"data.micro_batch_size"}
+FREE_WITHIN_FIXED = {"data.micro_batch_size", "data.prefetch", "data.source.path"}
+"""A moved file is the same data while it has as many rows, which the data position checks."""
 SAME_STATE = {"muon", "dion"}
 """Optimizer types that share one state layout, so that a run may go from one to the other."""
 

@@ -7,13 +7,13 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config.pretrain import PretrainConfig
 from trainer.data.text.setup import PretrainData, setup_pretrain_data
 from trainer.data.tokenizer import choose_tokenizer
-from trainer.errors import UserError
 from trainer.loops.assembly import open_run
 from trainer.loops.continuations import continue_prompts
 from trainer.loops.evaluate import mean_loss
 from trainer.loops.run import Run
 from trainer.loops.supervised import train
-from trainer.parallel.world import open_world, raise_together
+from trainer.parallel.agreement import Ranks
+from trainer.parallel.world import open_world
 
 
 def run_pretrain(config: PretrainConfig) -> None:
@@ -26,7 +26,7 @@ def run_pretrain(config: PretrainConfig) -> None:
     Collective: every rank of the launch calls it.
     """
     with open_world(config.parallel) as world:
-        tokenizer, data = _set_up_together(config)
+        tokenizer, data = Ranks().together(lambda: _setup_data(config))
         with open_run(config, world, tokenizer, "pretrain", data.source_names) as (run, position):
             run.say(data.description)
             if position is None:
@@ -37,23 +37,9 @@ def run_pretrain(config: PretrainConfig) -> None:
             run.say(_where_things_lie(run))
 
 
-def _set_up_together(config: PretrainConfig) -> tuple[PreTrainedTokenizerFast, PretrainData]:
-    """Return tokenizer and data, or refuse on all ranks what any rank lacks.
-
-    Raises:
-        UserError: a rank cannot open them.
-
-    Collective: the whole world, one all-gather.
-    """
-    opened, problem = None, None
-    try:
-        tokenizer = choose_tokenizer(config.data.tokenizer, config.model.name)
-        opened = tokenizer, setup_pretrain_data(config.data, config.val, tokenizer, config.seed)
-    except UserError as error:
-        problem = str(error)
-    raise_together(problem)
-    assert opened is not None, "this rank's error has been raised"
-    return opened
+def _setup_data(config: PretrainConfig) -> tuple[PreTrainedTokenizerFast, PretrainData]:
+    tokenizer = choose_tokenizer(config.data.tokenizer, config.model.name)
+    return tokenizer, setup_pretrain_data(config.data, config.val, tokenizer, config.seed)
 
 
 def evaluate(run: Run, config: PretrainConfig, data: PretrainData) -> dict[str, float]:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
 from trainer.parallel import watchdog
-from trainer.parallel.agreement import Ranks
 from trainer.seat import Seat, read_seat
 
 logger = logging.getLogger(__name__)
@@ -101,17 +100,6 @@ def open_world(config: ParallelConfig) -> Iterator[World]:
             close_world()
         raise
     close_world()
-
-
-def raise_together(error: str | None) -> None:
-    """Raise the same `UserError` on all ranks if any rank has an error.
-
-    Raises:
-        UserError: some rank's `error` is not None.
-
-    Collective: the whole world, one all-gather; every rank must call.
-    """
-    Ranks().agree(error, UserError)
 
 
 def use_deterministic_algorithms(wanted: bool | None, device: torch.device) -> None:

@@ -28,6 +28,7 @@ def resolved(**sections) -> dict:
         ({"optim": {"type": "dion"}}, "optim.type"),
         ({"parallel": {"ep": 2}}, "parallel.ep"),
         ({"data": {"micro_batch_size": 4}}, "data.micro_batch_size"),
+        ({"data": {"source": {"type": "files", "path": "moved.jsonl"}}}, "data.source.path"),
         ({"model": {"compute_dtype": "float32"}}, "model.compute_dtype"),
         ({"ckpt": {"interval": 5}}, "ckpt.interval"),
     ],
@@ -47,10 +48,6 @@ def test_change_that_takes_effect_is_listed(sections: dict, field: str):
         ({"data": {"batch_size": 2}}, "data.batch_size: 8 -> 2 "),
         ({"data": {"shuffle": False}}, "data.shuffle: True -> False "),
         ({"data": {"tokenizer": "x"}}, "data.tokenizer: None -> 'x' "),
-        (
-            {"data": {"source": {"type": "files", "path": "other.jsonl"}}},
-            "data.source.path: 'rows.jsonl' -> 'other.jsonl' ",
-        ),
         ({"val": {"fraction": 0.5}}, "val.fraction: 0.0 -> 0.5 "),
         (
             {"model": {"architecture": moe_architecture(num_experts=8).model_dump()}},

@@ -11,7 +11,6 @@ from trainer.parallel.world import (
     close_world,
     init_world,
     open_world,
-    raise_together,
     use_deterministic_algorithms,
 )
 from trainer.seat import Seat, read_seat
@@ -64,13 +63,6 @@ def test_gpu_asked_for_and_absent_is_refused():
         UserError, match=r"parallel.device='cuda': local rank 0 has no GPU, 0 found"
     ):
         init_world(ParallelConfig(device="cuda"))
-
-
-def test_raise_together_raises_on_the_rank_that_has_it():
-    init_world(CPU)
-    raise_together(None)
-    with pytest.raises(UserError, match=r"data\.seq_len=3"):
-        raise_together("data.seq_len=3: too short")
 
 
 @pytest.mark.parametrize(("wanted", "enabled"), [(None, True), (True, True), (False, False)])

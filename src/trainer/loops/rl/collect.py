@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerFast
 
 from trainer.config import RLConfig
-from trainer.errors import UserError
 from trainer.loops.rl.prompts import Prompt, PromptStream
 from trainer.parallel.agreement import Ranks
 from trainer.rl.advantages import group_advantages, is_constant
@@ -169,17 +168,16 @@ class Collector:
         completions: Sequence[tuple[Completion, ...]],
     ) -> list[tuple[Rollout, ...]]:
         """Score this rank's completions; a refusal on any rank is raised on all."""
-        groups: list[tuple[Rollout, ...]] = []
-        error = None
         version = self._engine.weights_version()
-        try:
+
+        def score() -> list[tuple[Rollout, ...]]:
+            groups: list[tuple[Rollout, ...]] = []
             for (_, prompt), group in zip(dealt, completions, strict=True):
                 check_version(group, version)
                 groups.append(tuple(self._rollout(prompt, completion) for completion in group))
-        except UserError as refusal:
-            error = str(refusal)
-        self._ranks.agree(error, UserError)
-        return groups
+            return groups
+
+        return self._ranks.together(score)
 
     def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
         text = self._text(completion)

@@ -45,9 +45,7 @@ def run_rl(config: RLConfig) -> None:
     Collective: every rank of the launch calls it.
     """
     with open_world(config.parallel) as world:
-        tokenizer = setup_tokenizer(tokenization(config), config.model.name)
-        prompts = setup_prompts(config, tokenizer)
-        sampling = Sampling.from_config(config.rollout, stop_ids(config, tokenizer))
+        tokenizer, prompts, sampling = Ranks().together(lambda: _setup_data(config))
         with open_run(config, world, tokenizer, "RL") as (run, position):
             run.say(prompts.description)
             engine = LocalEngine(
@@ -65,6 +63,12 @@ def run_rl(config: RLConfig) -> None:
             if run.world.is_first:
                 plot_metrics(run.folder / "metrics.jsonl", run.folder / "rewards.png")
             run.say(_where_things_lie(run))
+
+
+def _setup_data(config: RLConfig) -> tuple[PreTrainedTokenizerFast, Prompts, Sampling]:
+    tokenizer = setup_tokenizer(tokenization(config), config.model.name)
+    prompts = setup_prompts(config, tokenizer)
+    return tokenizer, prompts, Sampling.from_config(config.rollout, stop_ids(config, tokenizer))
 
 
 def stop_ids(config: RLConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -208,8 +212,9 @@ def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
     while run.progress.step < config.max_steps:
         clock = Clock(run.device)
         clock.mark("start")
-        rollouts, rollout_metrics = rounds.next_rollouts()
-        record, policy_metrics = rounds.policy.step(clock, rollouts)
+        with run.profiler.step(run.progress.step + 1):
+            rollouts, rollout_metrics = rounds.next_rollouts()
+            record, policy_metrics = rounds.policy.step(clock, rollouts)
         run.log(record, rollout_metrics | policy_metrics | at_start)
         at_start = {}
         if record.step % max(1, config.max_steps // SAMPLES_A_RUN) == 0:
