@@ -24,7 +24,9 @@ def test_short_study_reports_and_does_not_repeat_finished_runs(tmp_path):
         record["overlaid"]["impl stacked, 1 rank"], abs=1e-4
     )
     assert {"optimizers.png", "overlay.png", "table.md"} <= {p.name for p in tmp_path.iterdir()}
+    log = (tmp_path / "optimizers.log").read_text()
+    assert len(log.splitlines()) == 4, "one run an optimizer, one an overlaid setting"
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert len((tmp_path / "optimizers.log").read_text().splitlines()) == 3
+    assert (tmp_path / "optimizers.log").read_text() == log
     assert json.loads(again.stdout.splitlines()[-1])["steps"] == 2
