@@ -31,8 +31,8 @@ def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
         if held:
             raise UserError(
                 f"output_dir={config.output_dir!r} holds another run ({', '.join(held)}): a run "
-                "needs a folder of its own; choose another output_dir, or continue that run (start it "
-                "over, if it has no checkpoint yet) with ckpt.resume = 'latest'"
+                "needs a folder of its own; choose another output_dir, or continue that run (start "
+                "it over, if it has no checkpoint yet) with ckpt.resume = 'latest'"
             )
         return None
     if resume != "latest":
