@@ -34,7 +34,7 @@ def run_pretrain(config: PretrainConfig) -> None:
             else:
                 data.train.load_state_dict(position)
             train(run, config, data.train, lambda: evaluate(run, config, data))
-            run.say(_where_things_lie(run))
+            run.say("\n".join(run.where_things_lie()))
 
 
 def _setup_data(config: PretrainConfig) -> tuple[PreTrainedTokenizerFast, PretrainData]:
@@ -86,15 +86,3 @@ def show_continuations(run: Run, config: PretrainConfig, data: PretrainData, mom
     for prompt, text in zip(config.val.prompts, texts, strict=True):
         run.say(f"--- {prompt!r} goes on:\n{prompt}{text}")
     run.say("---")
-
-
-def _where_things_lie(run: Run) -> str:
-    step, folder = run.progress.step, run.folder
-    return "\n".join(
-        [
-            f"done: {step} steps, {run.progress.trained_tokens:,} trained tokens",
-            f"  metrics     {folder / 'metrics.jsonl'}",
-            f"  checkpoint  {folder / 'checkpoints' / f'step_{step}'}",
-            f"  weights     {folder / 'weights' / f'step_{step}'} (Hugging Face layout)",
-        ]
-    )

@@ -125,11 +125,6 @@ class Run:
         if self._pending is not None:
             self._pending.more |= more
 
-    def flush(self) -> None:
-        """Write the pending record, waiting for its values if they are still on their way."""
-        self.step.settle()
-        self._write_pending()
-
     def save_if_due(self, data_position: dict[str, Any], *, now: bool = False) -> None:
         """Save state and weights where their intervals say so, or the state now.
 
@@ -159,6 +154,16 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "metrics": self._last_metrics,
         }
+
+    def where_things_lie(self) -> list[str]:
+        """Return lines for the person who watched: how far the run came, where its files are."""
+        step, folder = self.progress.step, self.folder
+        return [
+            f"done: {step} steps, {self.progress.trained_tokens:,} trained tokens",
+            f"  metrics     {folder / 'metrics.jsonl'}",
+            f"  checkpoint  {folder / 'checkpoints' / f'step_{step}'}",
+            f"  weights     {folder / 'weights' / f'step_{step}'} (Hugging Face layout)",
+        ]
 
     def say(self, text: str) -> None:
         """Print a line for the person watching, from rank 0."""

@@ -33,7 +33,7 @@ def run_sft(config: SFTConfig) -> None:
             else:
                 data.train.load_state_dict(position)
             train(run, config, data.train, lambda: evaluate(run, config, data))
-            run.say(_where_things_lie(run))
+            run.say("\n".join(run.where_things_lie() + _what_next(run)))
 
 
 def _setup_data(config: SFTConfig) -> tuple[PreTrainedTokenizerFast, SFTData]:
@@ -69,17 +69,11 @@ def show_answers(run: Run, config: SFTConfig, data: SFTData, moment: str) -> flo
     return result.exact_match
 
 
-def _where_things_lie(run: Run) -> str:
+def _what_next(run: Run) -> list[str]:
     step, folder = run.progress.step, run.folder
-    return "\n".join(
-        [
-            f"done: {step} steps, {run.progress.trained_tokens:,} trained tokens",
-            f"  metrics     {folder / 'metrics.jsonl'}",
-            f"  checkpoint  {folder / 'checkpoints' / f'step_{step}'}",
-            f"  weights     {folder / 'weights' / f'step_{step}'} (Hugging Face layout)",
-            "next:",
-            f"  trainer sft @ {folder / 'config.toml'} --output-dir NEW_FOLDER --max-steps N",
-            f"  trainer sft @ {folder / 'config.toml'} --ckpt.resume latest --max-steps {2 * step}",
-            f"  trainer export {folder / 'checkpoints' / f'step_{step}'} OUT",
-        ]
-    )
+    return [
+        "next:",
+        f"  trainer sft @ {folder / 'config.toml'} --output-dir NEW_FOLDER --max-steps N",
+        f"  trainer sft @ {folder / 'config.toml'} --ckpt.resume latest --max-steps {2 * step}",
+        f"  trainer export {folder / 'checkpoints' / f'step_{step}'} OUT",
+    ]
