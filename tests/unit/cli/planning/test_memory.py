@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tests.support.saved import saved_bytes
+from tests.support.spawn import run_ranks
 from trainer.cli.planning.memory import (
     GIB,
     Shape,
@@ -16,7 +17,6 @@ from trainer.model import setup_model
 from trainer.model.architecture import inline_config
 from trainer.parallel import build_mesh
 from trainer.parallel.mesh import MeshSizes
-from trainer.parallel.world import open_world
 
 SIZES = {
     "vocab_size": 64,
@@ -52,16 +52,29 @@ def kept(architecture: DenseArchitecture, *, is_checkpointed: bool) -> int:
     )
 
 
+def architecture_of(kind: str, num_layers: int) -> DenseArchitecture:
+    if kind == "qwen3":
+        return DenseArchitecture(**SIZES, num_hidden_layers=num_layers)
+    return MoEArchitecture(**SIZES, **EXPERTS, num_hidden_layers=num_layers)
+
+
+def measure(kind: str) -> list[int]:
+    """Count for one and three layers, without and with recomputation."""
+    return [
+        kept(architecture_of(kind, num_layers), is_checkpointed=is_checkpointed)
+        for is_checkpointed in (False, True)
+        for num_layers in (1, 3)
+    ]
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_activations_are_what_autograd_keeps(kind):
     def architecture(num_layers: int) -> DenseArchitecture:
-        if kind == "qwen3":
-            return DenseArchitecture(**SIZES, num_hidden_layers=num_layers)
-        return MoEArchitecture(**SIZES, **EXPERTS, num_hidden_layers=num_layers)
+        return architecture_of(kind, num_layers)
 
-    with open_world(CPU):
-        one, three = (kept(architecture(n), is_checkpointed=False) for n in (1, 3))
-        inputs_one, inputs_three = (kept(architecture(n), is_checkpointed=True) for n in (1, 3))
+    # In a process of its own: storages are told apart by address, and addresses that earlier tests
+    # have freed would be given to weights and activations in another order.
+    one, three, inputs_one, inputs_three = run_ranks(1, measure, kind)[0]
     counted = [activation_bytes(inline_config(architecture(n)), shape_of()) for n in (1, 3)]
     # A tenth: masks, positions and index tensors are not counted.
     assert counted[1] - counted[0] == pytest.approx(three - one, rel=0.1)
