@@ -89,7 +89,7 @@ def test_the_step_follows_the_plan(sizes: tuple[int, int, int]) -> None:
     # Outside the mode, so that meshes stay real; whatever touches a parameter is fake.
     optimizer = Muon(groups, options=MuonOptions())
     optimizer.step(finite=torch.ones((), dtype=torch.bool))
-    assert optimizer._exchange.num_launched == optimizer.plan.num_collectives()
+    assert optimizer._exchange.num_launched == optimizer.plan.num_exchanges()
     local = [bucket for bucket in optimizer.plan.buckets if bucket.layout == "stack"]
     held = 128 // dp_shard * NUM_LAYERS
     assert [sum(piece.num_matrices for piece in bucket.pieces) for bucket in local] == [held] * 2

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.sharding import distribute
 from tests.support.spawn import run_ranks
 from trainer.config.optim import AdamWConfig, MuonConfig, SGDConfig
+from trainer.errors import UserError
 from trainer.optim import Muon, MuonOptions, setup_optimizer
 
 pytestmark = pytest.mark.distributed
@@ -162,6 +163,82 @@ def _all_on_two_ranks() -> None:
 
 def test_two_ranks_skip_save_and_miss_gradients_alike() -> None:
     run_ranks(2, _all_on_two_ranks)
+
+
+COPIES = {
+    # Rank 3 holds the same as rank 1, along dp_replicate.
+    "HSDP": ((8, 4), (Replicate(), Shard(0)), "muon"),
+    "whole": ((8, 4), (Replicate(), Replicate()), "muon"),
+    "copies along the inner axis": ((8, 4), (Shard(0), Replicate()), "muon"),
+    "adamw": ((8, 4), (Replicate(), Shard(0)), "adamw"),
+}
+
+
+def _step_with_copies(
+    shape: tuple[int, ...], placements: Any, algorithm: str, options: MuonOptions
+) -> Muon:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    generator = torch.Generator().manual_seed(0)
+    named = []
+    for name in ("first", "other"):
+        full = torch.randn(shape, generator=generator)
+        parameter = nn.Parameter(distribute(full, mesh, placements))
+        parameter.grad = distribute(full + 1, mesh, placements)
+        named.append((name, parameter))
+    groups = [{"params": named, "algorithm": algorithm}]
+    return Muon(groups, lr=0.1, options=options)
+
+
+def _state_of(optimizer: Muon) -> list[torch.Tensor]:
+    parameters = optimizer.param_groups[0]["params"]
+    values = [v for p in parameters for v in (p.data, *optimizer.state[p].values())]
+    return [(v.to_local() if isinstance(v, DTensor) else v).clone() for v in values]
+
+
+def _refuse_mixed_copies() -> None:
+    finite = torch.tensor(True)
+    for impl in ("stacked", "per_matrix"):
+        options = MuonOptions(ns_dtype="float32", impl=impl)
+        for label, case in COPIES.items():
+            optimizer = _step_with_copies(*case, options)
+            parameter = optimizer.param_groups[0]["params"][1]
+            before, gradient = _state_of(optimizer), parameter.grad
+            parameter.grad = None if dist.get_rank() == 3 else gradient
+            optimizer.step(finite=finite if label == "HSDP" else None)
+            with pytest.raises(UserError, match="parameter other had a gradient on some"):
+                optimizer.state_dict()
+            assert not optimizer.settle()
+            assert optimizer.param_groups[0]["step"] == 0
+            for old, new in zip(before, _state_of(optimizer), strict=True):
+                assert torch.equal(old, new), label
+            parameter.grad = gradient
+            optimizer.step(finite=finite)
+            assert optimizer.settle()
+            assert not torch.equal(before[0], _state_of(optimizer)[0])
+
+
+def _accept_what_no_copy_contradicts() -> None:
+    options = MuonOptions(ns_dtype="float32")
+    shards = (Replicate(), Shard(0))
+    for shape, lacking in (((8, 4), (1, 3)), ((1, 4), (3,))):
+        # Of (1, 4), ranks 1 and 3 hold nothing, so there is nothing to differ in.
+        optimizer = _step_with_copies(shape, shards, "muon", options)
+        before = _state_of(optimizer)
+        if dist.get_rank() in lacking:
+            optimizer.param_groups[0]["params"][0].grad = None
+        optimizer.step()
+        assert optimizer.settle()
+        after = _state_of(optimizer)
+        assert after[0].numel() == 0 or not torch.equal(before[0], after[0])
+
+
+def _all_on_four_ranks() -> None:
+    _refuse_mixed_copies()
+    _accept_what_no_copy_contradicts()
+
+
+def test_copies_that_differ_in_their_gradients_are_refused_on_all_ranks() -> None:
+    run_ranks(4, _all_on_four_ranks)
 
 
 def _count_flops() -> bool:

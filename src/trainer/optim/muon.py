@@ -63,7 +63,8 @@ class Muon(torch.optim.Optimizer):
 
     Parameters may be plain tensors, which each process updates by itself, or DTensors. A gradient
     that some ranks lack counts as zeros there; one that all ranks lack leaves its parameter
-    alone.
+    alone. Where only some copies of one shard have it, the step is refused on all ranks; the next
+    `settle` raises, naming the parameter (`presence.py`).
 
     Raises:
         UserError: a hyperparameter, a placement or a kernel asked for is not possible.
@@ -130,7 +131,13 @@ class Muon(torch.optim.Optimizer):
         self._gate = FiniteGate()
         self._timer = PhaseTimer(self._device)
         self._exchange = Exchange(self._device, self._timer)
-        self._presence = Presence(self._specs, self._meshes, self._device)
+        self._presence = Presence(
+            self.plan.agreements,
+            self._meshes,
+            [spec.name for spec in self._specs],
+            [local(parameter).numel() == 0 for parameter in self._parameters],
+            self._device,
+        )
         self._stats: UpdateStats | None = None
         self._has_checked_gradients = False
         process_groups = make_groups(self.plan, self._meshes)
@@ -175,7 +182,11 @@ class Muon(torch.optim.Optimizer):
             finite: 0-d bool on the device, equal on all ranks: False leaves weights, state and
                 step counts as they are. The host's counts follow in `settle`.
 
-        Collective: `plan.num_collectives()` exchanges and `Presence`'s all-reduces; all ranks.
+        Raises:
+            UserError: a gradient lies otherwise than its parameter; or, of the step before, as
+                `settle`.
+
+        Collective: `plan.num_collectives()`, with `impl = "stacked"`; all ranks of the meshes.
         """
         loss = None
         if closure is not None:
@@ -184,10 +195,11 @@ class Muon(torch.optim.Optimizer):
         self._refuse_capture()
         self._check_gradients()
         self.settle()
-        self._gate.record(finite)
+        is_open = self._open(finite)
+        self._gate.record(is_open)
         for group in self.param_groups:
             group["step"] += 1
-        gates = self._gates(finite)
+        gates = self._gates(is_open)
         stats = self._begin_stats()
         momenta = [self.state[parameter]["momentum"] for parameter in self._parameters]
         inputs = StepInputs(self._parameters, momenta, self.param_groups, gates, stats)
@@ -209,19 +221,24 @@ class Muon(torch.optim.Optimizer):
         for spec, parameter in zip(self._specs, self._parameters, strict=True):
             check_gradient(spec.name, parameter)
 
-    def _gates(self, finite: Tensor | None) -> list[Tensor | None]:
-        """Return each parameter's gate: the step is finite and some rank has its gradient."""
+    def _open(self, finite: Tensor | None) -> Tensor | None:
+        """Return the whole step's gate: it is finite and copies of shards agree on gradients."""
         self._presence.launch([p.grad is not None for p in self._parameters])
-        gates = []
-        for index, parameter in enumerate(self._parameters):
-            gate = finite
-            if parameter.grad is None:
-                gate = self._presence.somewhere(index)
-                if gate is None:
-                    gate = torch.zeros((), dtype=torch.bool, device=self._device)
-                gate = gate if finite is None else gate & finite
-            gates.append(gate)
-        return gates
+        agreed = self._presence.copies_agree()
+        if finite is None or agreed is None:
+            return agreed if finite is None else finite
+        return finite & agreed
+
+    def _gates(self, is_open: Tensor | None) -> list[Tensor | None]:
+        """Return each parameter's gate: the step's is open and some rank has its gradient."""
+        if all(p.grad is not None for p in self._parameters):
+            return [is_open] * len(self._parameters)
+        somewhere = self._presence.somewhere(is_open)
+        nowhere = torch.zeros((), dtype=torch.bool, device=self._device)
+        return [
+            somewhere.get(index, nowhere) if p.grad is None else is_open
+            for index, p in enumerate(self._parameters)
+        ]
 
     def _orthogonalize_bucket(
         self, stack_BMN: Tensor, bucket: int, *, is_normalized: bool
@@ -302,6 +319,10 @@ class Muon(torch.optim.Optimizer):
         """Return whether the last step was applied; if not, take back the host's step counts.
 
         Waits for the last step's flag, no more. Calling it again changes nothing.
+
+        Raises:
+            UserError: the step was refused, a parameter's gradient being there on some copies of
+                a shard only. On all ranks; the optimizer is as before that step.
         """
         if not self._gate.is_pending:
             return self._gate.settle()
@@ -309,6 +330,7 @@ class Muon(torch.optim.Optimizer):
         if not was_applied:
             for group in self.param_groups:
                 group["step"] -= 1
+            self._presence.refuse_mixed()
         return was_applied
 
     def price(self) -> Price:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer.optim.agreement import Agreements, plan_agreements
 from trainer.optim.bucket import Bucket
 from trainer.optim.bucketing import ChooseKernel, PlannedGroup, PlanOptions, make_buckets
 from trainer.optim.spec import ParameterSpec
@@ -40,20 +41,25 @@ class Plan:
         routes: One line for each parameter, in the order in which pieces count them.
         buckets: What is orthogonalized together.
         slots: (bucket, chunk) in the order of execution, the same on every rank.
+        agreements: Who agrees, before the step, on gradients that some ranks lack.
     """
 
     options: PlanOptions
     routes: tuple[Route, ...]
     buckets: tuple[Bucket, ...]
     slots: tuple[tuple[int, int], ...]
+    agreements: Agreements
+
+    def num_exchanges(self) -> int:
+        """Return the exchanges this rank joins in a step: in, out, and sharing with replicas."""
+        return sum(b.num_collectives(chunk) for b in self.buckets for chunk in b.chunks)
 
     def num_collectives(self) -> int:
-        """Return the exchanges this rank joins in a step: in, out, and sharing with replicas.
+        """Return all collectives this rank joins in a step: exchanges and agreements.
 
-        The all-reduce that agrees on missing gradients (one for each mesh's set of ranks, see
-        `presence.py`) comes on top.
+        A step that collects statistics (`stats_interval`) joins two more.
         """
-        return sum(b.num_collectives(chunk) for b in self.buckets for chunk in b.chunks)
+        return self.num_exchanges() + len(self.agreements)
 
     def to_json(self) -> str:
         """Return the plan as a JSON object."""
@@ -81,7 +87,14 @@ def build_plan(
         UserError: a parameter cannot be orthogonalized as it lies.
     """
     buckets = make_buckets(groups, options, choose_kernel)
-    return Plan(options, _routes(groups, buckets), tuple(buckets), _order_slots(buckets))
+    specs = [spec for group in groups for spec in group.parameters]
+    return Plan(
+        options,
+        _routes(groups, buckets),
+        tuple(buckets),
+        _order_slots(buckets),
+        plan_agreements(specs),
+    )
 
 
 def _order_slots(buckets: Sequence[Bucket]) -> tuple[tuple[int, int], ...]:

@@ -5,22 +5,37 @@ alone, momentum, decay and all; one with a gradient anywhere is updated everywhe
 one counting zeros. A rank that has a gradient knows the answer; only a rank that lacks one reads
 the others', on the device.
 
-Ranks that hold copies of one shard must all have its gradient or all lack it, as FSDP and DDP leave
-it: a copy cannot be told from zeros without sending it. FSDP2 itself needs a gradient on all ranks
-or none.
+Ranks that hold copies of one shard (an axis replicates the parameter) are one place of a single
+process, which either has the gradient or has not. Where some copies have it and others lack it
+there is no such process, and updating would let the copies part for good: the step is refused, on
+all ranks of the mesh, before anything is written, and the next `settle` says so by name. FSDP and
+DDP leave gradients on all copies or none, so only hand-made ones come to this.
 
-Owns the one small all-reduce a step that this takes, on each set of ranks that share meshes.
+Owns the carrying out of the plan's agreements (`agreement.py`): one small all-reduce a step over
+all ranks, one more for each kind of copies before it, nothing read by the host.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.optim.exchange import ranks_group, warm
-from trainer.optim.spec import MeshSpec, ParameterSpec
+from trainer.errors import UserError
+from trainer.optim.agreement import Agreement, Agreements
+from trainer.optim.exchange import axes_group, warm
+from trainer.optim.spec import MeshSpec
+
+
+@dataclass(frozen=True)
+class _Circle:
+    """The ranks of an agreement, and where its parameters stand in the list of all."""
+
+    group: dist.ProcessGroup
+    parameters: tuple[int, ...]
+    parameters_P: Tensor
 
 
 class Presence:
@@ -28,43 +43,41 @@ class Presence:
 
     def __init__(
         self,
-        specs: Sequence[ParameterSpec],
+        agreements: Agreements,
         meshes: dict[MeshSpec, DeviceMesh],
+        names: Sequence[str],
+        is_empty: Sequence[bool],
         device: torch.device,
     ) -> None:
-        """Find the sets of ranks to agree within.
+        """Make and warm the groups.
 
-        Collective: group creation and warming, one for each set of ranks, in order of first use.
+        Args:
+            agreements: From the plan.
+            meshes: The mesh of each description.
+            names: Of all parameters, in the order of the plan.
+            is_empty: For each, whether this rank's shard has no element: such copies always agree.
+            device: Of the parameters.
+
+        Collective: group creation and warming, one for each agreement, in order.
         """
-        self._device = device
-        members: dict[tuple[int, ...], list[int]] = {}
-        for index, spec in enumerate(specs):
-            if spec.mesh is not None:
-                ranks = tuple(sorted(meshes[spec.mesh].mesh.flatten().tolist()))
-                if len(ranks) > 1:
-                    members.setdefault(ranks, []).append(index)
-        self._sets: list[tuple[dist.ProcessGroup, list[int]]] = []
-        for ranks, indices in members.items():
-            group = ranks_group(ranks)
-            warm(group, device.type)
-            self._sets.append((group, indices))
-        self._places = {
-            index: (s, place)
-            for s, (_, indices) in enumerate(self._sets)
-            for place, index in enumerate(indices)
-        }
-        self._flags: list[Tensor] = []
+        self._names, self._is_empty, self._device = names, is_empty, device
+        self._copies = [self._circle(agreement, meshes) for agreement in agreements.copies]
+        self._meshes = [self._circle(agreement, meshes) for agreement in agreements.meshes]
         self._works: list[dist.Work | None] = []
+        # Rows: whether any rank has the gradient; whether any copies differ in that.
+        self._agreed_2P: list[Tensor] = []
 
-    @property
-    def num_collectives(self) -> int:
-        """All-reduces a step."""
-        return len(self._sets)
+    def _circle(self, agreement: Agreement, meshes: dict[MeshSpec, DeviceMesh]) -> _Circle:
+        mesh = meshes[agreement.mesh]
+        group = axes_group(mesh, agreement.axes)
+        warm(group, mesh.device_type)
+        places = torch.tensor(agreement.parameters, device=self._device)
+        return _Circle(group, agreement.parameters, places)
 
     @property
     def first_group(self) -> dist.ProcessGroup | None:
         """The ranks of the first parameter's mesh; None: this rank alone."""
-        return self._sets[0][0] if self._sets else None
+        return self._meshes[0].group if self._meshes else None
 
     def launch(self, has_gradient: Sequence[bool]) -> None:
         """Start agreeing.
@@ -72,30 +85,85 @@ class Presence:
         Args:
             has_gradient: For each parameter, whether this rank has its gradient.
 
-        Collective: one all-reduce (max) on each set of ranks; every rank of the meshes.
+        Collective: one all-reduce (max) for each agreement of the plan, copies' first; every rank
+        of the meshes.
         """
-        self._flags, self._works = [], []
-        for group, indices in self._sets:
-            here = torch.tensor([has_gradient[i] for i in indices], dtype=torch.int32)
-            if self._device.type == "cuda":
-                here = here.pin_memory().to(self._device, non_blocking=True)
-            self._works.append(dist.all_reduce(here, dist.ReduceOp.MAX, group=group, async_op=True))
-            self._flags.append(here)
+        mixed_P = torch.zeros(len(has_gradient), dtype=torch.int32, device=self._device)
+        for circle in self._copies:
+            mixed_P[circle.parameters_P] = self._differs(circle, has_gradient)
+        self._agreed_2P, self._works = [], []
+        for circle in self._meshes:
+            has_P = self._to_device([[has_gradient[i] for i in circle.parameters]])
+            agreed_2P = torch.cat([has_P, mixed_P[None, circle.parameters_P]])
+            work = dist.all_reduce(agreed_2P, dist.ReduceOp.MAX, group=circle.group, async_op=True)
+            self._agreed_2P.append(agreed_2P)
+            self._works.append(work)
+
+    def _differs(self, circle: _Circle, has_gradient: Sequence[bool]) -> Tensor:
+        """Return, for each parameter, whether some copies have a gradient and some lack it."""
+        filled = [(i, not self._is_empty[i]) for i in circle.parameters]
+        has = [has_gradient[i] and is_filled for i, is_filled in filled]
+        lacks = [not has_gradient[i] and is_filled for i, is_filled in filled]
+        both_2P = self._to_device([has, lacks])
+        dist.all_reduce(both_2P, dist.ReduceOp.MAX, group=circle.group)
+        return both_2P.amin(0)
+
+    def _to_device(self, rows: list[list[bool]]) -> Tensor:
+        host = torch.tensor(rows, dtype=torch.int32)
+        if self._device.type != "cuda":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)
 
     def wait(self) -> None:
-        """Finish agreeing; the step calls it even when it needs no answer."""
+        """Finish agreeing; the step calls it even when it needs no answer.
+
+        On the device; on a CPU the host waits.
+        """
         for work in self._works:
             if work is not None:
                 work.wait()
         self._works = []
 
-    def somewhere(self, index: int) -> Tensor | None:
-        """Return whether any rank has a parameter's gradient: 0-d bool; None: no other rank to ask.
-
-        Waits on the device (CPU: on the host) for the agreement.
-        """
-        if index not in self._places:
+    def copies_agree(self) -> Tensor | None:
+        """Return whether the step may be taken, 0-d bool; None: there are no copies to differ."""
+        if not self._copies:
             return None
         self.wait()
-        flags, place = self._places[index]
-        return self._flags[flags][place] > 0
+        return ~torch.cat([agreed_2P[1] for agreed_2P in self._agreed_2P]).any()
+
+    def somewhere(self, is_open: Tensor | None) -> dict[int, Tensor]:
+        """Return, by parameter, whether any rank has its gradient and the step is open.
+
+        Args:
+            is_open: 0-d bool, the whole step's gate; None: open.
+
+        Returns:
+            0-d bools. A parameter that no other rank holds is left out.
+        """
+        self.wait()
+        answers: dict[int, Tensor] = {}
+        for circle, agreed_2P in zip(self._meshes, self._agreed_2P, strict=True):
+            has_P = agreed_2P[0] > 0
+            has_P = has_P if is_open is None else has_P & is_open
+            answers.update(zip(circle.parameters, has_P.unbind(), strict=True))
+        return answers
+
+    def refuse_mixed(self) -> None:
+        """Raise if the last step met copies that differ; reads the device.
+
+        Raises:
+            UserError: naming the parameters, on all ranks of their meshes.
+        """
+        mixed = [
+            self._names[index]
+            for circle, agreed_2P in zip(self._meshes, self._agreed_2P, strict=True)
+            for index, is_mixed in zip(circle.parameters, agreed_2P[1].tolist(), strict=True)
+            if is_mixed
+        ]
+        if mixed:
+            others = f" and {len(mixed) - 1} more" if len(mixed) > 1 else ""
+            raise UserError(
+                f"parameter {mixed[0]}{others} had a gradient on some of the ranks that hold "
+                "copies of one shard and none on others: the step was not taken, on any rank; "
+                "leave the gradient on every copy, as FSDP and DDP do, or set it to None on all"
+            )

@@ -54,7 +54,7 @@ class Price:
     Attributes:
         flops: Of Newton-Schulz.
         sent_bytes: Bytes sent to other ranks, by axis.
-        num_collectives: Exchanges joined.
+        num_collectives: Joined: exchanges and agreements.
         state_bytes: Optimizer state on this rank.
         temporary_bytes: The most that the step holds above weights, gradients and state.
         memory_bytes: Read and written by momentum, stacks and updates.

@@ -24,12 +24,14 @@ class MeshSpec:
         sizes: Ranks along each axis.
         coordinate: This rank's position on each axis.
         index: Tells apart meshes that agree in all of the above and differ in their ranks.
+        members: Equal for meshes over the same set of ranks, however they arrange them.
     """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     coordinate: tuple[int, ...]
     index: int = 0
+    members: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,13 @@ def describe_parameters(
         UserError: a parameter is sparse or has a placement that holds a pending sum.
     """
     meshes: dict[MeshSpec, DeviceMesh] = {}
+    members: dict[tuple[int, ...], int] = {}
     specs = []
     for name, parameter in named_parameters:
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(parameter.shape)
         if isinstance(parameter, DTensor):
-            mesh = _describe_mesh(parameter.device_mesh, meshes)
+            mesh = _describe_mesh(parameter.device_mesh, meshes, members)
             placements = tuple(_describe_placement(name, p) for p in parameter.placements)
             specs.append(ParameterSpec(name, shape, dtype, mesh, placements))
         else:
@@ -79,13 +82,17 @@ def describe_parameters(
     return specs, meshes
 
 
-def _describe_mesh(mesh: DeviceMesh, known: dict[MeshSpec, DeviceMesh]) -> MeshSpec:
+def _describe_mesh(
+    mesh: DeviceMesh, known: dict[MeshSpec, DeviceMesh], members: dict[tuple[int, ...], int]
+) -> MeshSpec:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "the parameter's mesh does not hold this rank"
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    number = members.setdefault(ranks, len(members))
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
     index = 0
     while True:
-        spec = MeshSpec(tuple(names), tuple(mesh.shape), tuple(coordinate), index)
+        spec = MeshSpec(tuple(names), tuple(mesh.shape), tuple(coordinate), index, number)
         if known.setdefault(spec, mesh) == mesh:
             return spec
         index += 1
