@@ -14,15 +14,15 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import Metadata
 
-from trainer.checkpoint.folder import is_complete
 from trainer.checkpoint.manifest import check_files, read_manifest
 from trainer.checkpoint.safe_load import read_index, read_tensor, tensor_entries
 from trainer.checkpoint.state import MODEL
-from trainer.checkpoint.writer import HF_FOLDER
 from trainer.durable import beside, publish, start_folder
 from trainer.errors import UserError
 from trainer.model.hf_files import DEFAULT_SHARD_GIB, GIB, WeightFiles, plan_files, weight_dtype
 from trainer.model.hf_names import published_pieces
+from trainer.origin import find_checkpoint
+from trainer.saved_steps import HF_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def export_checkpoint(
         RuntimeError: the weights could not be written; nothing is left behind.
     """
     target = weight_dtype(dtype)
-    if not is_complete(checkpoint):
+    if find_checkpoint(str(checkpoint), "checkpoint") is None:
         raise UserError(
             f"checkpoint={checkpoint} is no complete checkpoint: give a folder "
             "checkpoints/step_N of a run"

@@ -1,8 +1,8 @@
-"""The folder of checkpoints: names, which are complete, leftovers, what is kept.
+"""The folder of checkpoints: leftovers, and what is kept.
 
-Owns `checkpoints/step_N` as names and files; never opens a tensor. A folder counts as a checkpoint
-when it has its final name and its manifest; anything else is a leftover of an interrupted write,
-named in the log and never taken for one. Read `store.py` next.
+Owns `checkpoints/step_N` as files; never opens a tensor. A folder counts as a checkpoint when it
+has its final name and its manifest (`trainer.saved_steps`); anything else is a leftover of an
+interrupted write, named in the log and never taken for one. Read `store.py` next.
 """
 
 import logging
@@ -10,32 +10,13 @@ import re
 import shutil
 from pathlib import Path
 
-from trainer.checkpoint.manifest import MANIFEST
 from trainer.durable import PARTIAL, REPLACED, restore_replaced, sync_path
+from trainer.saved_steps import list_steps, step_folder
 
 logger = logging.getLogger(__name__)
 
 DELETED = ".deleted"
-_STEP = re.compile(r"step_(0|[1-9]\d*)")
 _LEFTOVER = re.compile(r"step_\d+(" + "|".join(map(re.escape, (PARTIAL, REPLACED, DELETED))) + ")")
-
-
-def step_folder(root: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` lies once it is complete."""
-    return root / f"step_{step}"
-
-
-def list_steps(root: Path) -> list[int]:
-    """Return the steps that have a complete checkpoint, ascending by number."""
-    if not root.is_dir():
-        return []
-    matches = ((_STEP.fullmatch(path.name), path) for path in root.iterdir())
-    return sorted(int(match[1]) for match, path in matches if match and is_complete(path))
-
-
-def is_complete(folder: Path) -> bool:
-    """Say whether a folder holds a whole checkpoint: the manifest is the last file written."""
-    return (folder / MANIFEST).is_file() and (folder / ".metadata").is_file()
 
 
 def list_leftovers(root: Path) -> list[Path]:

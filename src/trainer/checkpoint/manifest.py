@@ -12,8 +12,8 @@ from typing import Any
 
 from trainer.durable import sync_path
 from trainer.errors import UserError
+from trainer.saved_steps import MANIFEST
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 
 

@@ -49,12 +49,8 @@ def find_mismatch(
         manifest: The checkpoint's JSON part.
         config: The live model's.
     """
-    there, here = manifest.architecture, architecture_of(config)
-    if there != here:
-        differing = sorted(key for key in there | here if there.get(key) != here.get(key))
-        return "it is of another model: " + ", ".join(
-            f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in differing
-        )
+    if other := _other_architecture(manifest, config):
+        return other
     saved_names = [name for group in manifest.optimizer.groups for name in group["names"]]
     state_problems = _key_problems("optimizer state", OPTIMIZER, shards, index)
     live_type, saved_type = type(optimizer).__name__, manifest.optimizer.type
@@ -75,6 +71,25 @@ def find_mismatch(
     if foreign:
         problems.append(f"it holds {_some(foreign)}, which no checkpoint of this trainer has")
     return "; ".join(problems) or None
+
+
+def find_network_mismatch(
+    shards: Shards, index: Metadata, manifest: Manifest, config: PretrainedConfig
+) -> str | None:
+    """Say what keeps a checkpoint's weights alone from loading, or None; arguments as above."""
+    if other := _other_architecture(manifest, config):
+        return other
+    return "; ".join(_key_problems("model", MODEL, shards, index)) or None
+
+
+def _other_architecture(manifest: Manifest, config: PretrainedConfig) -> str | None:
+    there, here = manifest.architecture, architecture_of(config)
+    differing = sorted(key for key in there | here if there.get(key) != here.get(key))
+    if not differing:
+        return None
+    return "it is of another model: " + ", ".join(
+        f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in differing
+    )
 
 
 def _key_problems(what: str, prefix: str, shards: Shards, index: Metadata) -> list[str]:

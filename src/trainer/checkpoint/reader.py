@@ -15,11 +15,18 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from trainer.checkpoint.manifest import Manifest, check_files, read_manifest
-from trainer.checkpoint.match import find_mismatch
+from trainer.checkpoint.match import find_mismatch, find_network_mismatch
 from trainer.checkpoint.rng import restore_rng
 from trainer.checkpoint.safe_load import read_index, tensor_entries
-from trainer.checkpoint.shards import describe_failure, read_shards
-from trainer.checkpoint.state import RNG, all_shards, apply_optimizer, view_optimizer
+from trainer.checkpoint.shards import LocalShard, Shards, describe_failure, read_shards
+from trainer.checkpoint.state import (
+    MODEL,
+    RNG,
+    all_shards,
+    apply_optimizer,
+    model_tensors,
+    view_optimizer,
+)
 from trainer.errors import UserError
 from trainer.parallel.agreement import Ranks
 
@@ -71,14 +78,35 @@ def load_into(
     )
     refusal = None if mismatch is None else f"{checkpoint.folder} does not fit this run: {mismatch}"
     ranks.agree(refusal, UserError)
+    _read(checkpoint, shards, ranks)
+    apply_optimizer(optimizer, view, checkpoint.manifest.optimizer)
+    if rng:
+        restore_rng(rng)
+
+
+def load_weights_into(checkpoint: OpenCheckpoint, model: PreTrainedModel, ranks: Ranks) -> None:
+    """Fill the model alone, as it is sharded: each rank reads the saved parts that it holds of.
+
+    Raises:
+        UserError: it does not fit; on every rank, nothing overwritten.
+        RuntimeError: some rank failed to read; on every rank.
+
+    Collective: all ranks.
+    """
+    tensors = model_tensors(model)
+    shards = {MODEL + name: LocalShard.of(tensor) for name, tensor in tensors.items()}
+    mismatch = find_network_mismatch(shards, checkpoint.index, checkpoint.manifest, model.config)
+    refusal = None if mismatch is None else f"{checkpoint.folder} does not fit: {mismatch}"
+    ranks.agree(refusal, UserError)
+    _read(checkpoint, shards, ranks)
+
+
+def _read(checkpoint: OpenCheckpoint, shards: Shards, ranks: Ranks) -> None:
     try:
         read_shards(checkpoint.folder, checkpoint.index, shards, ranks.group)
     except CheckpointException as failure:
         message = f"{checkpoint.folder} could not be read: {describe_failure(failure)}"
         raise RuntimeError(message) from None
-    apply_optimizer(optimizer, view, checkpoint.manifest.optimizer)
-    if rng:
-        restore_rng(rng)
 
 
 def _room_for_rng(checkpoint: OpenCheckpoint, ranks: Ranks) -> dict[str, Tensor]:

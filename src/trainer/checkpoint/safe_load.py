@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from trainer.errors import UserError
-
-INDEX = ".metadata"
+from trainer.saved_steps import INDEX
 
 _INDEX_CLASSES = {
     ("pathlib", "PosixPath"),

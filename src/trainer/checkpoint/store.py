@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint.background import BackgroundWrite
-from trainer.checkpoint.folder import list_steps, recover, step_folder
+from trainer.checkpoint.folder import recover
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.reader import load_into, log_what_differs, open_checkpoint
 from trainer.checkpoint.snapshot import capture, copy_to_host
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.errors import UserError
 from trainer.parallel.agreement import Ranks
+from trainer.saved_steps import list_steps, step_folder
 
 logger = logging.getLogger(__name__)
 

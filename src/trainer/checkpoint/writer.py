@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedTokenizerBase
 
-from trainer.checkpoint.folder import prune, step_folder
+from trainer.checkpoint.folder import prune
 from trainer.checkpoint.manifest import Manifest, file_sizes, write_manifest
 from trainer.checkpoint.match import architecture_of
 from trainer.checkpoint.shards import describe_failure, write_shards
@@ -21,11 +21,9 @@ from trainer.checkpoint.snapshot import Snapshot
 from trainer.durable import beside, publish, start_folder
 from trainer.model.hf_files import write_companions
 from trainer.parallel.agreement import Ranks
+from trainer.saved_steps import HF_FOLDER, step_folder
 
 logger = logging.getLogger(__name__)
-
-HF_FOLDER = "hf"
-"""Inside a checkpoint: `config.json` and tokenizer, which `trainer export` copies."""
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,9 @@ Architecture = Annotated[DenseArchitecture | MoEArchitecture, Field(discriminato
 class ModelConfig(Section):
     """The network.
 
-    `name` is a local folder or a hub name in Hugging Face layout; `architecture` gives the
-    shapes inline. With both, weights come from `name` and the shapes must agree. With
+    `name` is a local folder or a hub name in Hugging Face layout, or a checkpoint of a run
+    (`outputs/run/checkpoints/step_100`: its weights, nothing else of its state); `architecture`
+    gives the shapes inline. With both, weights come from `name` and the shapes must agree. With
     `weights = "random"` nothing but shapes (and the tokenizer) is read.
     """
 

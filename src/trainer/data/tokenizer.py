@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.config.data import DataConfig
 from trainer.errors import UserError
+from trainer.origin import companions
 
 _CHATML = Path(__file__).with_name("chatml.jinja")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -73,7 +74,7 @@ def choose_tokenizer(
     A padding token is added where there is none (the end-of-text token: padding is never trained).
 
     Args:
-        name: a folder or hub name.
+        name: a folder (in Hugging Face layout, or a checkpoint of a run) or hub name.
         model_name: `model.name`, likewise. A folder without tokenizer files counts as having none.
         field: what `name` is called where the user gives it.
 
@@ -82,7 +83,7 @@ def choose_tokenizer(
     """
     if name is not None:
         tokenizer = _load(name, field)
-    elif model_name is not None and not _is_folder_without_tokenizer(model_name):
+    elif model_name is not None and not _is_folder_without_tokenizer(companions(model_name)):
         tokenizer = _load(model_name, "model.name")
     else:
         tokenizer = build_byte_tokenizer()
@@ -98,7 +99,7 @@ def _is_folder_without_tokenizer(name: str) -> bool:
 
 def _load(name: str, field: str) -> PreTrainedTokenizerFast:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(companions(name, field))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{field}={name!r}: no tokenizer could be loaded ({_first_line(error)}): give a folder "

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from trainer.checkpoint import CheckpointStore, compare_configs, refusal_message
+from trainer.checkpoint import CheckpointStore, compare_configs, refusal_message, start_model
 from trainer.checkpoint.rng import seed_all
 from trainer.config import RunConfig
 from trainer.errors import Interrupted, UserError
@@ -22,7 +22,6 @@ from trainer.loops.plan_file import describe_plan, kernel_choices
 from trainer.loops.run import Run
 from trainer.loops.run_folder import resolve_resume, write_config
 from trainer.metrics import MetricsWriter
-from trainer.model import setup_model
 from trainer.optim import setup_optimizer
 from trainer.parallel import build_mesh
 from trainer.parallel.agreement import Ranks
@@ -97,7 +96,7 @@ def _build_step(
     config: RunConfig, world: World, saved: dict[str, Any] | None, num_sources: int
 ) -> TrainStep:
     mesh = build_mesh(config.parallel, world.device.type)
-    model = setup_model(
+    model = start_model(
         config.model,
         mesh,
         seed=config.seed,

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConf
 
 from trainer.config.model import Architecture, DenseArchitecture, ModelConfig, MoEArchitecture
 from trainer.errors import UserError
+from trainer.origin import companions, find_checkpoint
 
 QwenConfig = Qwen3Config | Qwen3MoeConfig
 
@@ -43,13 +44,19 @@ def locate_model(name: str, *, with_weights: bool) -> Path:
     """Return the local folder of `model.name`, downloading a hub model that is not cached.
 
     Args:
-        name: A folder, or a name on the hub.
-        with_weights: Also fetch the safetensors files.
+        name: A folder, a checkpoint of a run, or a name on the hub.
+        with_weights: Also fetch the safetensors files; a checkpoint has none.
 
     Raises:
-        UserError: there is no such folder or hub model, or the hub cannot be reached.
+        UserError: there is no such folder or hub model, or the hub cannot be reached; or weights
+            are asked of a checkpoint.
     """
-    folder = Path(name).expanduser()
+    if with_weights and find_checkpoint(name) is not None:
+        raise UserError(
+            f"model.name={name!r} is a checkpoint, not a folder of safetensors: "
+            "trainer.checkpoint.start_model reads it, and 'trainer export' makes such a folder"
+        )
+    folder = Path(companions(name)).expanduser()
     if folder.is_dir():
         return folder
     if name.startswith((".", "/", "~")):

@@ -1,11 +1,12 @@
 """Builds the network of a config on a mesh: shapes, sharding, then weights.
 
 Owns the order of construction and what is sharded how. Read next: `causal_lm.py` (the network),
-`trainer/parallel/fsdp.py` (the policy), `init.py` and `weights.py` (the values).
+`trainer/parallel/fsdp.py` (the policy), `init.py` and `weights.py` (the values); values from a
+checkpoint come through `trainer/checkpoint/start.py`.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import cast
 
@@ -48,7 +49,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def setup_model(
-    config: ModelConfig, mesh: DeviceMesh, *, seed: int = 0, reshard_after_forward: bool = True
+    config: ModelConfig,
+    mesh: DeviceMesh,
+    *,
+    seed: int = 0,
+    reshard_after_forward: bool = True,
+    fill: Callable[[CausalLM], None] | None = None,
 ) -> CausalLM:
     """Build, shard and fill the network that `config` asks for.
 
@@ -60,6 +66,7 @@ def setup_model(
         mesh: From `trainer.parallel.build_mesh`.
         seed: Of random weights.
         reshard_after_forward: `parallel.reshard_after_forward`.
+        fill: Gives every parameter its values; None: they are those that `config` asks for.
 
     Raises:
         UserError: on all ranks, if the name, the architecture, the weights or `parallel.ep` do not
@@ -80,7 +87,9 @@ def setup_model(
         _checkpoint_activations_(model)
     _shard_(model, mesh, _DTYPES[config.compute_dtype], reshard_after_forward)
     _materialize_(model, device)
-    if config.weights == "random":
+    if fill is not None:
+        fill(model)
+    elif config.weights == "random":
         init_random_(model, seed=seed, std=hf_config.initializer_range)
     else:
         _load_(model, config)

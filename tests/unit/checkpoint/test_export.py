@@ -70,10 +70,15 @@ def test_folder_that_holds_something_is_refused(saved: Path, tmp_path: Path):
         export_checkpoint(saved / "checkpoints" / "step_3", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["step_4", ".", "step_3.partial"])
-def test_what_is_no_checkpoint_is_refused(saved: Path, tmp_path: Path, name: str):
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_4"])
+def test_what_is_no_checkpoint_says_what_to_type(saved: Path, tmp_path: Path, place: str):
+    with pytest.raises(UserError, match=r"^checkpoint='.*: give '.*/checkpoints/step_3'"):
+        export_checkpoint(saved / place, tmp_path / "out")
+
+
+def test_a_folder_that_is_nothing_of_a_run_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"is no complete checkpoint: give a folder"):
-        export_checkpoint(saved / "checkpoints" / name, tmp_path / "out")
+        export_checkpoint(tmp_path, tmp_path / "out")
 
 
 def test_unknown_dtype_is_refused(saved: Path, tmp_path: Path):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.checkpoint import start_model
 from trainer.clock import Clock
 from trainer.config import RLConfig
 from trainer.loops.rl.batches import (
@@ -26,7 +27,6 @@ from trainer.loops.rl.batches import (
 from trainer.loops.run import Run
 from trainer.losses import perplexity
 from trainer.losses.rl import SUMS, PolicyTokens, policy_loss
-from trainer.model import setup_model
 from trainer.model.causal_lm import CausalLM
 from trainer.model.inference import inference
 from trainer.parallel import build_mesh
@@ -144,7 +144,7 @@ def _log_probs(model: CausalLM, batch: PolicyBatch, temperature: float) -> Tenso
 def _load_reference(run: Run, config: RLConfig) -> CausalLM:
     """Build the model that the run starts from, frozen."""
     mesh = build_mesh(config.parallel, run.device.type)
-    model = setup_model(config.model, mesh, seed=config.seed)
+    model = start_model(config.model, mesh, seed=config.seed)
     model.requires_grad_(False)
     return model.eval()
 

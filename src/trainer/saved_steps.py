@@ -1,0 +1,35 @@
+"""Names of what a run saves: steps, and when a folder is a whole checkpoint.
+
+Owns names alone, so that whoever is given a folder can tell what it is without opening a tensor:
+`trainer.checkpoint` (which writes and reads them), and `trainer.origin`, read next.
+"""
+
+import re
+from pathlib import Path
+
+CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
+"""In a run's folder: the whole state by step, and Hugging Face weights by step."""
+MANIFEST, INDEX = "manifest.json", ".metadata"
+"""In a checkpoint: its JSON part, which is written last, and DCP's index of its tensors."""
+HF_FOLDER = "hf"
+"""In a checkpoint: `config.json` and tokenizer."""
+
+STEP = re.compile(r"step_(0|[1-9]\d*)")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Return where the checkpoint of `step` lies once it is complete."""
+    return root / f"step_{step}"
+
+
+def list_steps(root: Path) -> list[int]:
+    """Return the steps that have a complete checkpoint, ascending by number."""
+    if not root.is_dir():
+        return []
+    matches = ((STEP.fullmatch(path.name), path) for path in root.iterdir())
+    return sorted(int(match[1]) for match, path in matches if match and is_complete(path))
+
+
+def is_complete(folder: Path) -> bool:
+    """Say whether a folder holds a whole checkpoint: the manifest is the last file written."""
+    return (folder / MANIFEST).is_file() and (folder / INDEX).is_file()
