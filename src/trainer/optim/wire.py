@@ -24,17 +24,19 @@ def scale_into_(u_BMN: Tensor, out_BMN: Tensor) -> Tensor:
     """Write each matrix divided by a power of two into `out_BMN`; return the exponents.
 
     The division is exact, then values are rounded once to the dtype of `out_BMN`. So no dtype
-    overflows, and nothing underflows that matters beside the matrix's largest entry.
+    overflows, and nothing underflows that matters beside the matrix's largest entry. At the ends of
+    float32 the power stops at 2^126 either way, and with it the exponent returned.
 
     Args:
         u_BMN: Matrices or slabs, any float dtype; not modified.
-        out_BMN: Receives them with the largest magnitude of each in [0.5, 1).
+        out_BMN: Receives them with the largest magnitude of each in [0.5, 1), at the ends of
+            float32 from 2^-23 to below 4.
 
     Returns:
-        int32 exponents, shape [B].
+        int32 exponents, shape [B]: the powers divided by; `_ZERO_SLAB` for zeros.
     """
     exponents_B = _exponents(u_BMN)
-    factors_B = _power_of_two(exponents_B.clamp(min=-_MAX_SHIFT).neg())
+    factors_B = _power_of_two(exponents_B.neg())
     torch.mul(u_BMN, factors_B[:, None, None], out=out_BMN)
     return exponents_B
 
@@ -43,7 +45,8 @@ def _exponents(u_BMN: Tensor) -> Tensor:
     if u_BMN.numel() == 0:
         return torch.full((len(u_BMN),), _ZERO_SLAB, dtype=torch.int32, device=u_BMN.device)
     largest_B = torch.linalg.vector_norm(u_BMN, float("inf"), dim=(1, 2)).float()
-    return torch.where(largest_B == 0, _ZERO_SLAB, torch.frexp(largest_B).exponent)
+    exponents_B = torch.frexp(largest_B).exponent.clamp(-_MAX_SHIFT, _MAX_SHIFT)
+    return torch.where(largest_B == 0, _ZERO_SLAB, exponents_B)
 
 
 def _power_of_two(exponents_B: Tensor) -> Tensor:

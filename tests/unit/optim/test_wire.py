@@ -46,6 +46,14 @@ def test_slabs_of_any_scale_join_to_the_matrix_one_owner_would_scale(dtype, spli
     assert torch.equal(torch.frexp(ratio).mantissa, torch.full_like(ratio, 0.5))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("exponent", [-126, -125, 125, 126, 127], ids=str)
+def test_slabs_at_the_ends_of_float32_keep_their_ratios(dtype, exponent) -> None:
+    pieces = [torch.full((1, 1, 2), 2.0 ** (exponent - step)) for step in (0, 1, 2, 3)]
+    joined = unpack([pack([p], 1, (1, 2), dtype) for p in pieces], [(1, 2)] * 4, 0)
+    assert torch.equal(joined[0, :, 0] / joined[0, 0, 0], torch.tensor([1, 0.5, 0.25, 0.125]))
+
+
 def test_empty_slabs_carry_an_exponent_below_all_others() -> None:
     full = torch.rand(2, 3, 4)
     blocks = [pack([full], 2, (3, 4), torch.float32), pack([full[:, :0]], 2, (0, 4), torch.float32)]
