@@ -4,9 +4,10 @@ A section never converts: `"1e-4"` is not a number, 1.5 is not a count, nan and 
 Flags arrive as text and are converted by `trainer.config.load` before they reach a section.
 """
 
-from typing import Annotated, Any
+import re
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pydantic_config import BaseConfig
 
 Int = Annotated[int, Field(strict=True)]
@@ -18,10 +19,32 @@ PositiveFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0)]
 NonNegativeFloat = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0)]
 Fraction = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, le=1)]
 OpenFraction = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, lt=1)]
+Text = Annotated[str, Field(strict=True, min_length=1)]
+"""Of names and paths: an empty one would mean the working directory."""
+Seed = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
+"""What every random generator takes; numpy's takes no more."""
+_FUNCTION_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _names_a_function(path: str) -> str:
+    if not _FUNCTION_PATH.fullmatch(path):
+        raise ValueError(f"{path!r} names no function: write it as 'module:function'")
+    return path
+
+
+FunctionPath = Annotated[str, AfterValidator(_names_a_function)]
+"""`module:function`; the module is imported with the working directory on the path."""
 
 
 class Section(BaseConfig):
-    """A frozen config section that refuses unknown keys."""
+    """A frozen config section that refuses unknown keys.
+
+    Attributes:
+        ALTERNATIVES: Pairs of fields that say the same in two ways. In one layer only one of them
+            may be given; that of a later layer takes the place of the other's (`compose.py`).
+    """
+
+    ALTERNATIVES: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     model_config = ConfigDict(
         extra="forbid",

@@ -4,7 +4,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import Bool, Count, CountOrZero, Int, OpenFraction, PositiveFloat, Section
+from trainer.config.base import (
+    Bool,
+    Count,
+    CountOrZero,
+    FunctionPath,
+    Int,
+    OpenFraction,
+    PositiveFloat,
+    Section,
+)
 
 
 class FilesSource(Section):
@@ -46,7 +55,22 @@ class ReasoningGymSource(Section):
     """Share of rows in a mix, on any scale."""
 
 
-SingleSource = Annotated[FilesSource | HubSource | ReasoningGymSource, Field(discriminator="type")]
+class FunctionSource(Section):
+    """The rows that a function of yours returns: a list, or anything with a length and an index."""
+
+    type: Literal["function"] = "function"
+    path: FunctionPath
+    """`module:function`; the module is imported with the working directory on the path. Called once
+    on every rank and again after a resume: it must return the same rows each time."""
+    params: dict[str, Any] = {}
+    """Its keyword arguments."""
+    weight: PositiveFloat = 1.0
+    """Share of rows in a mix, on any scale."""
+
+
+SingleSource = Annotated[
+    FilesSource | HubSource | ReasoningGymSource | FunctionSource, Field(discriminator="type")
+]
 
 
 class MixSource(Section):
@@ -57,7 +81,8 @@ class MixSource(Section):
 
 
 Source = Annotated[
-    FilesSource | HubSource | ReasoningGymSource | MixSource, Field(discriminator="type")
+    FilesSource | HubSource | ReasoningGymSource | FunctionSource | MixSource,
+    Field(discriminator="type"),
 ]
 
 

@@ -16,6 +16,7 @@ from trainer.config.base import (
     CountOrZero,
     Float,
     Fraction,
+    FunctionPath,
     NonNegativeFloat,
     OpenFraction,
     PositiveFloat,
@@ -106,7 +107,7 @@ class FunctionReward(RewardSection):
     """The number that a function of yours returns for a `trainer.rl.Sample`."""
 
     type: Literal["function"] = "function"
-    path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    path: FunctionPath
     """`module:function`; the module is imported with the working directory on the path."""
     params: dict[str, Any] = {}
     """Further keyword arguments."""

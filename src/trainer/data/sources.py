@@ -1,4 +1,4 @@
-"""Where rows come from: files, the hub, reasoning-gym tasks.
+"""Where rows come from: files, the hub, reasoning-gym tasks, functions.
 
 Owns opening a `data.source` and reading one raw row of it at random. Checks no fields (`rows.py`)
 and knows no order (`order.py`).
@@ -11,12 +11,14 @@ from typing import Any, Protocol
 
 from trainer.config.data import (
     FilesSource,
+    FunctionSource,
     HubSource,
     MixSource,
     ReasoningGymSource,
     SingleSource,
     Source,
 )
+from trainer.data.function import FunctionRows
 from trainer.data.jsonl import JsonLines
 from trainer.data.order import permuted
 from trainer.data.reasoning_gym import ReasoningGymRows
@@ -140,6 +142,8 @@ def open_rows(source: SingleSource, field: str) -> Rows:
             rows, name = _open_hub(source, field), f"name={source.name!r}"
         case ReasoningGymSource():
             return ReasoningGymRows(source, field)
+        case FunctionSource():
+            rows, name = FunctionRows(source, field), f"path={source.path!r}"
     if len(rows) == 0:
         raise UserError(f"{field}.{name} has no rows: give a source with at least one")
     return rows

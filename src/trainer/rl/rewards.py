@@ -1,11 +1,9 @@
 """Rewards: functions from a completed sample to a score.
 
-Owns the built-in scores and the loading of a user's function. What happens when one fails is
-`scoring.py`'s, read next.
+Owns the built-in scores, and the choice of one, a user's function included. What happens when one
+fails is `scoring.py`'s, read next.
 """
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +17,7 @@ from trainer.config.rl import (
     TaskReward,
     reward_name,
 )
-from trainer.errors import UserError
+from trainer.user_function import check_arguments, load_function
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def build_reward(config: RewardConfig) -> Reward:
     """Return the reward that a config section asks for.
 
     Raises:
-        UserError: a user's function cannot be imported.
+        UserError: a user's function cannot be imported, or does not take its params.
     """
     match config:
         case TaskReward():
@@ -68,7 +66,9 @@ def build_reward(config: RewardConfig) -> Reward:
         case MathVerifyReward(timeout_s=timeout_s):
             score = partial(math_equal, timeout_s=timeout_s)
         case FunctionReward(path=path, params=params):
-            score = partial(load_function(path), **params)
+            function = load_function(path, "env.rewards.path")
+            check_arguments(function, 1, params, path, "env.rewards")
+            score = partial(function, **params)
     return Reward(reward_name(config), config.weight, score)
 
 
@@ -102,27 +102,3 @@ def math_equal(sample: Sample, *, timeout_s: int) -> float:
 def as_math(text: str) -> str:
     """Put text in dollars unless it marks its mathematics itself: only marked LaTeX is parsed."""
     return text if "$" in text or "\\boxed" in text else f"${text}$"
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """Import `module:function`, the working directory included.
-
-    Raises:
-        UserError: there is no such module or function.
-    """
-    module_name, _, name = path.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise UserError(
-            f"env.rewards.path={path!r}: module {module_name!r} cannot be imported ({error}); "
-            "run from its folder, install it, or correct the path"
-        ) from error
-    function = vars(module).get(name)
-    if not callable(function):
-        raise UserError(
-            f"env.rewards.path={path!r}: {module_name!r} has no function {name!r}; correct the path"
-        )
-    return function

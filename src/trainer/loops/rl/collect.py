@@ -4,6 +4,7 @@ Owns what happens between prompts and advantages, and that its outcome does not 
 number of ranks. Prompts are `prompts.py`'s, completions the engine's, scores `trainer.rl`'s.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerFast
 
 from trainer.config import RLConfig
+from trainer.errors import UserError
 from trainer.loops.rl.prompts import Prompt, PromptStream
 from trainer.parallel.agreement import Ranks
 from trainer.rl.advantages import group_advantages, is_constant
@@ -129,12 +131,14 @@ class Collector:
             first: Place of the first prompt in the round.
 
         Raises:
-            UserError: a reward failed and failures end the run; on all ranks.
+            UserError: ranks hold different prompts, or a reward failed and failures end the run;
+                on all ranks.
             RuntimeError: the engine sampled with other weights than were pushed.
 
-        Collective: prompts are dealt over ranks, the engine generates on all in step; then one
-            all-gather of errors and one of rollouts.
+        Collective: one all-gather of digests; prompts are dealt over ranks, the engine generates on
+            all in step; then one all-gather of errors and one of rollouts.
         """
+        self._check_equality(prompts)
         places = range(len(prompts))[self._ranks.rank :: self._ranks.size]
         dealt = [(first + place, prompts[place]) for place in places]
         # A rank without a prompt of its own still takes part in every forward pass.
@@ -154,6 +158,16 @@ class Collector:
             by_rank[place % self._ranks.size][place // self._ranks.size]
             for place in range(len(prompts))
         ]
+
+    def _check_equality(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts that differ between ranks: groups would be of no one question."""
+        digest = hashlib.blake2b(b"".join(prompt.key for prompt in prompts)).digest()
+        if len(set(self._ranks.gather(digest))) > 1:
+            raise UserError(
+                "the ranks hold different prompts: env.source or val.source is not the same on "
+                "every rank; give all nodes the same files, and seed a function's random numbers "
+                "(a set has another order in every process)"
+            )
 
     def _next_groups(
         self, stream: PromptStream, num_prompts: int, round_number: int, first: int

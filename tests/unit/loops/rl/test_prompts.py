@@ -135,6 +135,28 @@ def test_the_stream_continues_from_a_position_and_shuffles_by_seed(tmp_path):
     assert [prompt.where for prompt in other.next_prompts(9)] != expected
 
 
+def test_a_function_gives_prompts(tmp_path, monkeypatch):
+    (tmp_path / "additions_of_this_test.py").write_text(
+        "def additions(size):\n"
+        "    return [{'question': f'{i}+1', 'answer': i + 1, 'level': i} for i in range(size)]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    source = {"type": "function", "path": "additions_of_this_test:additions"}
+    config = rl_config(
+        tmp_path,
+        env=EXACT | {"source": source | {"params": {"size": 9}}, "shuffle": False},
+        val={"source": None, "fraction": 0.2},
+    )
+    prompts = setup_prompts(config, TOKENIZER)
+    trained = prompts.train.next_prompts(7)
+    assert {p.question for p in trained} | {p.question for p in prompts.held_out} == {
+        f"{i}+1" for i in range(9)
+    }
+    for prompt in trained:
+        assert prompt.where == f"additions_of_this_test:additions[{prompt.row['level']}]"
+        assert prompt.reference == str(prompt.row["level"] + 1)
+
+
 def test_a_mix_keeps_its_proportions(tmp_path):
     parts = [
         {"type": "reasoning_gym", "task": "spell_backward", "size": 50, "weight": 3.0},
