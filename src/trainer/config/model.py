@@ -11,6 +11,7 @@ from trainer.config.base import (
     NonNegativeFloat,
     PositiveFloat,
     Section,
+    Text,
 )
 
 
@@ -31,6 +32,21 @@ class DenseArchitecture(Section):
     rms_norm_eps: PositiveFloat = 1e-6
     tie_word_embeddings: Bool = False
     initializer_range: PositiveFloat = 0.02
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}: every key-value head serves "
+                "equally many heads; choose a divisor"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd: rotary embeddings turn pairs of dims; choose "
+                "an even one"
+            )
+        return self
 
 
 class MoEArchitecture(DenseArchitecture):
@@ -53,6 +69,16 @@ class MoEArchitecture(DenseArchitecture):
             )
         return self
 
+    @model_validator(mode="after")
+    def _dense_layers_exist(self) -> Self:
+        if max(self.mlp_only_layers, default=-1) >= self.num_hidden_layers:
+            raise ValueError(
+                f"mlp_only_layers={list(self.mlp_only_layers)} with num_hidden_layers="
+                f"{self.num_hidden_layers}: layers are counted from 0 to "
+                f"{self.num_hidden_layers - 1}; remove those that are not there"
+            )
+        return self
+
 
 Architecture = Annotated[DenseArchitecture | MoEArchitecture, Field(discriminator="type")]
 
@@ -66,7 +92,7 @@ class ModelConfig(Section):
     `weights = "random"` nothing but shapes (and the tokenizer) is read.
     """
 
-    name: str | None = None
+    name: Text | None = None
     architecture: Architecture | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     """random: a function of seed, parameter name and index, the same on any split."""
@@ -82,7 +108,7 @@ class ModelConfig(Section):
     """torch.compile for attention, norms and dense MLPs."""
     load_balancing_coef: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss (Switch Transformer's, per packed sequence)."""
-    logits_chunk_tokens: Count = 1024
+    logits_chunk_tokens: Count = 4096
     """Tokens whose logits exist at once, in the loss, log-probs and validation."""
 
     @model_validator(mode="after")

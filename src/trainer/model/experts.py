@@ -4,7 +4,9 @@ Owns the parameters and both ways to multiply by them. Does not own how rows com
 (`trainer.parallel.dispatch`) nor the router (`router.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -177,9 +179,33 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_weight:
             weight_grad = nn.functional.grouped_mm(grad_RM.T, rows_RN, offs=offsets_E)
             # A GEMM with no rows may leave its output unwritten, depending on the kernel.
-            is_idle_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
-            weight_grad.masked_fill_(is_idle_E.view(-1, 1, 1), 0)
+            zero_idle_(weight_grad, offsets_E)
         return rows_grad, weight_grad, None
+
+
+def zero_idle_(gradient_EMN: Tensor, offsets_E: Tensor) -> None:
+    """Write zeros to the matrices of experts without a row.
+
+    Args:
+        gradient_EMN: `[local_E, M, N]`.
+        offsets_E: int32 `[local_E]`, the end of each expert's rows.
+    """
+    on_gpu = _find_zero_kernel() if gradient_EMN.is_cuda and gradient_EMN.is_contiguous() else None
+    if on_gpu is not None:
+        on_gpu(gradient_EMN, offsets_E)
+        return
+    is_idle_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
+    gradient_EMN.masked_fill_(is_idle_E.view(-1, 1, 1), 0)
+
+
+@cache
+def _find_zero_kernel() -> Callable[[Tensor, Tensor], None] | None:
+    """Import the Triton form, which passes over idle experts alone; None without Triton."""
+    try:
+        from trainer.model.idle_experts_triton import zero_idle_ as on_gpu
+    except ImportError:
+        return None
+    return on_gpu
 
 
 def swiglu(gate_up_RM: Tensor) -> Tensor:

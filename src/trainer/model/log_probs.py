@@ -1,9 +1,12 @@
 """Log-probabilities of target tokens without ever holding the logits of all tokens.
 
 Owns the chunked projection onto the vocabulary, forward and backward. Does not own the loss made
-of its result: see `trainer.losses`.
+of its result: see `trainer.losses`. What follows a chunk's product is memory-bound: on a GPU
+torch.compile makes one kernel of it that reads the logits once.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ def token_log_probs(
     targets_T: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 4096,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of each target under `softmax(hidden @ weight.T / temperature)`.
@@ -79,16 +82,15 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs_T = hidden_TD.new_zeros(hidden_TD.shape[0], dtype=dtype)
         entropy_T = torch.zeros_like(log_probs_T)
         log_norms: list[Tensor] = []
+        score = _fused(_score_) if hidden_TD.is_cuda else _score_
         for rows in rows_N.split(chunk_tokens):
-            logits = _logits(hidden_TD.index_select(0, rows), weight_VD, temperature)
-            log_norm = logits.logsumexp(1)
-            log_probs_NV = logits.sub_(log_norm.unsqueeze(1))
-            targets_N1 = targets_T.index_select(0, rows).unsqueeze(1)
-            log_probs_T.index_copy_(0, rows, log_probs_NV.gather(1, targets_N1).squeeze(1))
-            if with_entropy:
-                entropy = -(log_probs_NV.exp().mul_(log_probs_NV)).sum(1)
-                entropy_T.index_copy_(0, rows, entropy)
+            logits_NV = hidden_TD.index_select(0, rows) @ weight_VD.T
+            targets = targets_T.index_select(0, rows)
+            log_probs, log_norm, entropy = score(logits_NV, targets, temperature, with_entropy)
+            log_probs_T.index_copy_(0, rows, log_probs)
             log_norms.append(log_norm)
+            if entropy is not None:
+                entropy_T.index_copy_(0, rows, entropy)
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, rows_N, torch.cat(log_norms))
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.mark_non_differentiable(entropy_T)
@@ -99,39 +101,61 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_TD, weight_VD, targets_T, rows_N, log_norms_N = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.zeros_like(hidden_TD) if needs_hidden else None
-        # Chunks add up in fp32: in bf16 a sum over many chunks would lose the small ones.
-        weight_grad = torch.zeros_like(weight_VD, dtype=log_norms_N.dtype) if needs_weight else None
+        weight_grad = None
+        logits_grad = _fused(_logits_grad_) if hidden_TD.is_cuda else _logits_grad_
         chunks = zip(
             rows_N.split(ctx.chunk_tokens), log_norms_N.split(ctx.chunk_tokens), strict=True
         )
         for rows, log_norm in chunks:
             hidden = hidden_TD.index_select(0, rows)
-            logits = _logits(hidden, weight_VD, ctx.temperature)
-            logits_grad = _logits_grad_(
-                logits,
+            grad_NV = logits_grad(
+                hidden @ weight_VD.T,
                 log_norm,
                 targets_T.index_select(0, rows),
-                grads[0].index_select(0, rows) / ctx.temperature,
-            ).to(hidden.dtype)
+                grads[0].index_select(0, rows),
+                ctx.temperature,
+            )
             if hidden_grad is not None:
-                hidden_grad.index_copy_(0, rows, logits_grad @ weight_VD)
-            if weight_grad is not None:
-                weight_grad.add_(logits_grad.T @ hidden)
+                hidden_grad.index_copy_(0, rows, grad_NV @ weight_VD)
+            if needs_weight:
+                # Chunks add up in fp32: in bf16 a sum over many would lose the small ones.
+                part = (grad_NV.T @ hidden).to(log_norm.dtype)
+                weight_grad = part if weight_grad is None else weight_grad.add_(part)
         if weight_grad is not None:
             weight_grad = weight_grad.to(weight_VD.dtype)
         return hidden_grad, weight_grad, None, None, None, None, None
 
 
-def _logits(hidden_ND: Tensor, weight_VD: Tensor, temperature: float) -> Tensor:
-    logits_NV = hidden_ND @ weight_VD.T
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return logits_NV if temperature == 1.0 else logits_NV.div_(temperature)
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _score_(
+    logits_NV: Tensor, targets_N: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return each target's log-probability, the log-sum-exp and the entropy; may use the logits."""
+    logits_NV = _raise(logits_NV, temperature)
+    log_norm_N = logits_NV.logsumexp(1)
+    log_probs_NV = logits_NV.sub_(log_norm_N.unsqueeze(1))
+    log_probs_N = log_probs_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+    entropy_N = -(log_probs_NV.exp().mul_(log_probs_NV)).sum(1) if with_entropy else None
+    return log_probs_N, log_norm_N, entropy_N
 
 
 def _logits_grad_(
-    logits_NV: Tensor, log_norm_N: Tensor, targets_N: Tensor, grad_N: Tensor
+    logits_NV: Tensor, log_norm_N: Tensor, targets_N: Tensor, grad_N: Tensor, temperature: float
 ) -> Tensor:
-    """Overwrite the logits with grad · (one-hot(target) − softmax); no second [N, V] buffer."""
-    grad_N1 = grad_N.unsqueeze(1)
-    probs_NV = logits_NV.sub_(log_norm_N.unsqueeze(1)).exp_()
-    return probs_NV.mul_(-grad_N1).scatter_add_(1, targets_N.unsqueeze(1), grad_N1)
+    """Return grad · (one-hot(target) − softmax) / temperature; may overwrite the logits."""
+    grad_N1 = (grad_N / temperature).unsqueeze(1)
+    probs_NV = _raise(logits_NV, temperature).sub_(log_norm_N.unsqueeze(1)).exp_()
+    grad_NV = probs_NV.mul_(-grad_N1)
+    # Not scatter_add_: that would keep a GPU from doing all of this in one pass.
+    vocabulary_V = torch.arange(grad_NV.shape[1], device=grad_NV.device)
+    is_target_NV = vocabulary_V == targets_N.unsqueeze(1)
+    return torch.where(is_target_NV, grad_NV + grad_N1, grad_NV).to(logits_NV.dtype)
+
+
+def _raise(logits_NV: Tensor, temperature: float) -> Tensor:
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return logits_NV if temperature == 1.0 else logits_NV.div_(temperature)

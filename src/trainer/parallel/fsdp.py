@@ -32,13 +32,14 @@ def shard_dense_(
         reshard_after_forward: False keeps whole weights until the backward: more memory, one
             all-gather less.
     """
+    fsdp_mesh = dense_mesh(mesh)
     fully_shard(
         module,
-        mesh=dense_mesh(mesh),
+        mesh=fsdp_mesh,
         reshard_after_forward=reshard_after_forward,
         mp_policy=_mixed_precision(compute_dtype),
     )
-    _reduce_by_sum_(module)
+    _reduce_by_sum_(module, fsdp_mesh)
 
 
 def shard_experts_(
@@ -68,7 +69,7 @@ def shard_experts_(
             expert_shard_dim(tuple(local_part(parameter).shape), num_shards)
         ),
     )
-    _reduce_by_sum_(module)
+    _reduce_by_sum_(module, fsdp_mesh)
 
 
 def split_experts(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -132,11 +133,13 @@ def _mixed_precision(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
     )
 
 
-def _reduce_by_sum_(module: nn.Module) -> None:
+def _reduce_by_sum_(module: nn.Module, mesh: DeviceMesh) -> None:
     # Losses are sums over the global token count already. gloo has no PREMUL_SUM, which a factor
     # would choose, so plain sums are forced; a factor of 1 then divides nothing.
-    _fsdp(module).set_gradient_divide_factor(1.0)
     _fsdp(module).set_force_sum_reduction_for_comms(True)
+    if mesh.size() > 1:
+        # On one rank FSDP2 divides by any factor that is set, also by 1: two passes a gradient.
+        _fsdp(module).set_gradient_divide_factor(1.0)
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

@@ -8,6 +8,7 @@ from trainer.model.experts import (
     grouped_linear,
     loop_linear,
     swiglu,
+    zero_idle_,
 )
 
 M, N = 24, 16
@@ -192,3 +193,14 @@ def test_experts_are_built_on_the_meta_device_with_the_names_of_transformers():
     shapes = {name: tuple(p.shape) for name, p in experts.named_parameters()}
     assert shapes == {"gate_up_proj": (4, 16, 16), "down_proj": (4, 16, 8)}
     assert all(p.is_meta for p in experts.parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("shape", [(3, 5), (128, 96)], ids=["small", "many tiles"])
+def test_zeros_go_to_idle_experts_alone(counts, shape, device):
+    poisoned = torch.full((len(counts), *shape), torch.nan, device=device)
+    offsets = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+    zero_idle_(poisoned, offsets)
+    for expert, count in zip(poisoned, counts, strict=True):
+        assert torch.equal(expert.nan_to_num(7.0), torch.full_like(expert, 7.0 if count else 0.0))
