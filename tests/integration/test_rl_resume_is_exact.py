@@ -72,5 +72,9 @@ def test_later_updates_of_a_batch_are_off_policy_and_say_so(folders):
     assert [line["rollout/off_policy_steps"] for line in lines] == [0, 1, 0, 1, 0]
     assert [line["rollout/weights_version"] for line in lines] == [0, 0, 2, 2, 4]
     assert lines[1]["ratio/max"] > 1.001
+    # Both train on one batch; the time of sampling it belongs to the first.
+    assert lines[1]["reward/mean"] == lines[0]["reward/mean"]
+    raw = (folders[0] / "metrics.jsonl").read_text().splitlines()
+    assert ["time/rollout" in json.loads(line) for line in raw] == [True, False] * 2 + [True]
     assert lines[1]["mismatch_kl/mean"] == pytest.approx(0.0, abs=1e-9)
     assert lines[1]["reference_kl/mean"] > 0 == lines[0]["reference_kl/mean"]

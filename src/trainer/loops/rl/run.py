@@ -33,6 +33,8 @@ from trainer.rl.rollouts import Rollout, cut_rollouts_after, in_groups, write_ro
 SAMPLES_A_RUN = 20
 """How often a sample is shown to the person watching."""
 NUM_SHOWN_AT_EVALUATION = 3
+SAMPLING_TIMES = ("time/rollout", "rollout/tokens_per_second")
+"""Metrics of the step that sampled, and not of further steps on the same batch."""
 
 
 def run_rl(config: RLConfig) -> None:
@@ -62,7 +64,7 @@ def run_rl(config: RLConfig) -> None:
             train(run, config, prompts, rounds)
             if run.world.is_first:
                 plot_metrics(run.folder / "metrics.jsonl", run.folder / "rewards.png")
-            run.say(_where_things_lie(run))
+            run.say("\n".join([*run.where_things_lie(), *_further_files(run)]))
 
 
 def _setup_data(config: RLConfig) -> tuple[PreTrainedTokenizerFast, Prompts, Sampling]:
@@ -125,6 +127,8 @@ class Rounds:
     def next_rollouts(self) -> tuple[list[Rollout], dict[str, float]]:
         """Return the rollouts of the next optimizer step, and the metrics of their batch.
 
+        Every step has the metrics of the batch it trains on; what sampling took is the first's.
+
         Collective: as `Collector.collect` when a batch is due; rank 0 writes it to its file.
         """
         if self._in_flight is None:
@@ -137,8 +141,11 @@ class Rounds:
         if flight.num_updates_done == num_updates:
             self._in_flight = None
         rollouts = [rollout for group in part for rollout in group]
+        # A skipped step counts as any other: nothing waits for its outcome.
         staleness = self._run.progress.step - rollouts[0].version
-        return rollouts, flight.batch.metrics | {"rollout/off_policy_steps": staleness}
+        metrics = flight.batch.metrics | {"rollout/off_policy_steps": staleness}
+        is_first = start == 0
+        return rollouts, {n: v for n, v in metrics.items() if is_first or n not in SAMPLING_TIMES}
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the run stands, as JSON: rollouts in flight included."""
@@ -258,14 +265,9 @@ def sample_text(rollout: Rollout) -> str:
     )
 
 
-def _where_things_lie(run: Run) -> str:
-    step, folder = run.progress.step, run.folder
-    return "\n".join(
-        [
-            f"done: {step} steps, {run.progress.trained_tokens:,} trained tokens",
-            f"  metrics     {folder / 'metrics.jsonl'}, plotted in {folder / 'rewards.png'}",
-            f"  rollouts    {folder / 'rollouts'}",
-            f"  checkpoint  {folder / 'checkpoints' / f'step_{step}'}",
-            f"  weights     {folder / 'weights' / f'step_{step}'} (Hugging Face layout)",
-        ]
-    )
+def _further_files(run: Run) -> list[str]:
+    """Return lines about what only RL leaves behind."""
+    return [
+        f"  plot        {run.folder / 'rewards.png'}",
+        f"  rollouts    {run.folder / 'rollouts'}",
+    ]
