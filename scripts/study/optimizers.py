@@ -4,8 +4,10 @@
     python -m scripts.study.optimizers --out outputs/study --short    its shortest form, as CI runs
     python -m scripts.study.optimizers --out outputs/study --publish  and puts it into docs/
 
-Tune: both optimizers get the same number of learning rates at seed 0; Muon's AdamW groups
-(embeddings, head, norms) keep the rate of the ready config. Compare: each winner over all seeds.
+Tune: both optimizers try the same learning rates at seed 0: Muon's updates have the size of
+AdamW's at equal rates (`adjust_lr = "rms_norm"`). Muon's AdamW groups (embeddings, head, norms) are
+not tuned: they take the rate that won for AdamW, and what its neighbours would have done is shown.
+Warm-up, decay, weight decay, clipping and betas are the same. Compare: each winner over all seeds.
 Overlay: `impl`, `kernel` and sharding on one seed, whose curves must coincide. Runs one after
 another, one CPU thread a rank; a run that is finished in `--out` is not repeated, so the study can
 be interrupted. Ends with the figures, the table and one JSON line; `report.py` draws them.
@@ -13,6 +15,7 @@ be interrupted. Ends with the figures, the table and one JSON line; `report.py` 
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -36,10 +39,7 @@ MARKS = (
 LOG = "optimizers.log"
 RESULTS = Path(__file__).parent / "results"
 CONFIG = ROOT / "configs" / "pretrain" / "demo.toml"
-TUNED_LRS = {
-    "adamw": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
-    "muon": (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08),
-}
+TUNED_LRS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032)
 SETTINGS = {
     "adamw": ("--optim.type", "adamw", "--optim.weight-decay", "0.01"),
     "muon": (),
@@ -75,19 +75,31 @@ def main() -> None:
     """Run what is missing, then report."""
     arguments = parse_arguments()
     out = Path(arguments.out)
-    lrs = {name: rates[2:3] if arguments.short else rates for name, rates in TUNED_LRS.items()}
+    lrs = TUNED_LRS[2:3] if arguments.short else TUNED_LRS
     seeds = range(1 if arguments.short else arguments.seeds)
-    best = {name: tune(out, name, lrs[name], arguments.steps) for name in lrs}
+    tuned: dict[str, dict[float, float]] = {}
+    best: dict[str, float] = {}
+    for name in SETTINGS:
+        tuned[name] = {
+            lr: final_loss(run(out, trial(name, lr, 0, arguments.steps, best.get("adamw"))))
+            for lr in lrs
+        }
+        best[name] = min(lrs, key=tuned[name].__getitem__)
     compared = {
-        name: [run(out, trial(name, lr, seed, arguments.steps)) for seed in seeds]
+        name: [run(out, trial(name, lr, seed, arguments.steps, best["adamw"])) for seed in seeds]
         for name, lr in best.items()
+    }
+    neighbours = () if arguments.short else (best["adamw"] / 2, best["adamw"], best["adamw"] * 2)
+    tuned["muon's AdamW groups"] = {
+        lr: final_loss(run(out, trial("muon", best["muon"], 0, arguments.steps, lr)))
+        for lr in neighbours
     }
     overlays = dict(list(OVERLAYS.items())[: 2 if arguments.short else None])
     overlaid = {
         name: run(out, overlay_trial(name, best["muon"], num_ranks, flags, arguments.overlay_steps))
         for name, (num_ranks, flags) in overlays.items()
     }
-    record = summarize(arguments, lrs, best, compared, overlaid, out)
+    record = summarize(arguments, tuned, best, compared, overlaid)
     report(out, record)
     if arguments.publish:
         publish(out)
@@ -105,10 +117,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def trial(optimizer: str, lr: float, seed: int, num_steps: int) -> Trial:
-    """Return the run of an optimizer with a learning rate and a seed."""
+def trial(optimizer: str, lr: float, seed: int, num_steps: int, adamw_lr: float | None) -> Trial:
+    """Return the run of an optimizer at a rate and seed; `adamw_lr` is of Muon's AdamW groups."""
     flags = (*SETTINGS[optimizer], "--optim.lr", str(lr), "--seed", str(seed))
-    return Trial(f"{optimizer}-lr{lr}-seed{seed}-{num_steps}", flags, 1, num_steps)
+    name = f"{optimizer}-lr{lr}"
+    if optimizer == "muon":
+        flags += ("--optim.adamw-lr", str(adamw_lr))
+        name += f"-adamw{adamw_lr}"
+    return Trial(f"{name}-seed{seed}-{num_steps}", flags, 1, num_steps)
 
 
 def overlay_trial(
@@ -120,10 +136,10 @@ def overlay_trial(
     return Trial(f"overlay-{label}-lr{lr}-{num_steps}", flags, num_ranks, num_steps)
 
 
-def tune(out: Path, optimizer: str, lrs: tuple[float, ...], num_steps: int) -> float:
-    """Return the learning rate of the lowest validation loss at seed 0."""
-    losses = {lr: run(out, trial(optimizer, lr, 0, num_steps))[-1]["val/loss"] for lr in lrs}
-    return min(losses, key=lambda lr: losses[lr] if losses[lr] is not None else float("inf"))
+def final_loss(lines: list[dict[str, Any]]) -> float:
+    """Return the validation loss at the end of a run; infinite if it had become NaN."""
+    loss = lines[-1]["val/loss"]
+    return float("inf") if loss is None else loss
 
 
 def run(out: Path, trial: Trial) -> list[dict[str, Any]]:
@@ -175,11 +191,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def summarize(
     arguments: argparse.Namespace,
-    lrs: dict[str, tuple[float, ...]],
+    tuned: dict[str, dict[float, float]],
     best: dict[str, float],
     compared: dict[str, list[list[dict[str, Any]]]],
     overlaid: dict[str, list[dict[str, Any]]],
-    out: Path,
 ) -> dict[str, Any]:
     """Return what the study found, as JSON."""
     import torch
@@ -189,11 +204,8 @@ def summarize(
         "config": str(CONFIG.relative_to(ROOT)),
         "steps": arguments.steps,
         "tuning": {
-            name: {
-                str(lr): run(out, trial(name, lr, 0, arguments.steps))[-1]["val/loss"]
-                for lr in lrs[name]
-            }
-            for name in lrs
+            name: {str(lr): loss if math.isfinite(loss) else None for lr, loss in losses.items()}
+            for name, losses in tuned.items()
         },
         "best_lr": best,
         "overlay_lr": best["muon"],

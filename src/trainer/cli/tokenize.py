@@ -5,7 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.cli.words import split_words
-from trainer.config.pretrain import HubTextSource, StdlibSource, TextFilesSource
+from trainer.config.pretrain import (
+    TEXT_SUFFIXES,
+    HubTextSource,
+    StdlibSource,
+    TextFilesSource,
+)
 from trainer.errors import UserError
 
 USAGE = """\
@@ -13,16 +18,17 @@ usage: trainer tokenize SRC DST [--tokenizer NAME] [--workers N] [--shard-mib N]
                                 [--suffixes .txt,.jsonl,.parquet] [--on-bad-row skip]
                                 [--subset NAME] [--split NAME]
 
-Tokenizes SRC (a file or folder of text, JSONL or Parquet; hub:NAME, a data set of the hub;
-stdlib:, Python's own sources) into the folder DST of token shards, which a run reads with
-data.source = { type = "tokens", path = DST }. Run again after an interruption, it makes only what
-is missing.
+Tokenizes SRC (a file or folder of text or JSONL, also as .gz or .zst, or of Parquet; hub:NAME, a
+data set of the hub; stdlib:, Python's own sources) into the folder DST of token shards, which a run
+reads with data.source = { type = "tokens", path = DST }. Run again after an interruption, it makes
+only what is missing.
 
   --tokenizer   folder or hub name; without it the built-in byte-level tokenizer
   --workers     processes; without it one a CPU core
   --shard-mib   MiB of text in a shard, about (default 256)
   --column      field of a row that holds the text (default text)
-  --suffixes    files of a folder that are read
+  --suffixes    files of a folder that are read (default text, JSONL, the two as .gz or .zst,
+                and Parquet; a folder must hold one kind)
   --on-bad-row  error or skip: a JSONL row that is no JSON or has no text (default error)
   --subset, --split   of a data set of the hub (default split train)"""
 
@@ -31,7 +37,7 @@ OPTIONS = {
     "workers": str(os.cpu_count() or 1),
     "shard-mib": "256",
     "column": "text",
-    "suffixes": ".txt,.jsonl,.parquet",
+    "suffixes": ",".join(TEXT_SUFFIXES),
     "on-bad-row": "error",
     "subset": "",
     "split": "train",

@@ -20,13 +20,20 @@ class SourceSection(Section):
     """How often it may be gone through; after that the other sources share its part."""
 
 
+TEXT_SUFFIXES = (
+    *(".txt", ".jsonl", ".parquet"),
+    *(".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst"),
+)
+
+
 class TextFilesSource(SourceSection):
-    """Text, JSONL or Parquet: a file, or a folder with files of one of these kinds."""
+    """Text or JSONL, plain or compressed, or Parquet: a file, or a folder of one of the three."""
 
     type: Literal["files"] = "files"
-    path: str
-    suffixes: Annotated[tuple[str, ...], Field(min_length=1)] = (".txt", ".jsonl", ".parquet")
-    """Files of a folder that are read; any suffix but .jsonl and .parquet is plain text."""
+    path: Annotated[str, Field(min_length=1)]
+    suffixes: Annotated[tuple[str, ...], Field(min_length=1)] = TEXT_SUFFIXES
+    """Files of a folder that are read, in any case of letters. Behind .gz and .zst lies what is
+    packed; any suffix but .jsonl and .parquet is plain text."""
     column: str = "text"
     """Field of a JSONL or Parquet row that holds the text."""
     on_bad_row: Literal["error", "skip"] = "error"

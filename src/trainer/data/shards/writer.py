@@ -30,7 +30,7 @@ from trainer.data.shards.manifest import (
     write_json,
 )
 from trainer.data.text.encode import TextEncoder, TokenizerIdentity, identify
-from trainer.data.text.pages import Documents, NumberedPages
+from trainer.data.text.pages import Cursor, Documents, NumberedPages
 from trainer.data.text.sources import open_numbered
 from trainer.data.tokenizer import choose_tokenizer
 from trainer.errors import UserError
@@ -248,10 +248,17 @@ def _write_documents(
 
 def _documents(pages: NumberedPages, job: ShardJob) -> Iterator[list[str]]:
     for number in range(job.start, job.stop):
-        documents: Documents = pages.page(0, (number,)).documents
-        for start in range(0, len(documents), BATCH_DOCUMENTS):
-            stop = min(start + BATCH_DOCUMENTS, len(documents))
-            yield [str(documents[index]) for index in range(start, stop)]
+        cursor: Cursor | None = (number,)
+        while cursor is not None and cursor[0] == number:
+            page = pages.page(0, cursor)
+            yield from _batches(page.documents)
+            cursor = page.following
+
+
+def _batches(documents: Documents) -> Iterator[list[str]]:
+    for start in range(0, len(documents), BATCH_DOCUMENTS):
+        stop = min(start + BATCH_DOCUMENTS, len(documents))
+        yield [str(documents[index]) for index in range(start, stop)]
 
 
 def _finished(job: ShardJob) -> Shard | None:

@@ -1,9 +1,9 @@
 """How a source of documents is read: page by page, in an order that its position alone decides.
 
-Owns the protocol between sources (`files.py`, `parquet.py`, `hub.py`, `trainer.data.shards`) and
-their reader (`documents.py`). A page is what a source holds in memory at once. A cursor says where
-a page begins; it is a few integers, and reaching it costs the same anywhere, so a run resumes at a
-million pages as fast as at ten.
+Owns the protocol between sources (`files.py`, `compressed.py`, `parquet.py`, `hub.py`,
+`trainer.data.shards`) and their reader (`documents.py`). A page is what a source holds in memory at
+once. A cursor says where a page begins; it is a few integers, and reaching it costs the same
+anywhere, so a run resumes at a million pages as fast as at ten.
 """
 
 from collections.abc import Sequence
@@ -66,11 +66,14 @@ class PagedSource(Protocol):
 
 
 class NumberedPages(PagedSource, Protocol):
-    """A source whose pages are numbered from 0: page n is at the cursor (n,)."""
+    """A source of numbered parts, mostly single pages, that can be read alone.
+
+    Part n begins at the cursor (n,); its pages, and no others, have cursors that begin with n.
+    """
 
     @property
     def num_pages(self) -> int:
-        """Pages of an epoch."""
+        """Parts of an epoch."""
         ...
 
     @property

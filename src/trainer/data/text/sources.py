@@ -18,14 +18,21 @@ from trainer.config.pretrain import (
 )
 from trainer.data.shards.manifest import read_manifest
 from trainer.data.shards.reader import TokenPages, check_shards
+from trainer.data.text.blocks import TextFormat
+from trainer.data.text.compressed import GZIP, ZSTD, CompressedPages
 from trainer.data.text.encode import TokenizerIdentity
-from trainer.data.text.files import FileBlocks, FilePages, JsonlRows
+from trainer.data.text.files import FileBlocks, FilePages
 from trainer.data.text.hub import TablePages, open_hub
 from trainer.data.text.pages import NumberedPages, PagedSource, Shuffle
 from trainer.data.text.parquet import ParquetPages
 from trainer.errors import UserError
 
 PARQUET = ".parquet"
+UNREAD = (
+    *(".7z", ".br", ".bz2", ".lz4", ".lzma", ".rar", ".snappy", ".tar", ".tgz", ".txz", ".tzst"),
+    *(".xz", ".z", ".zip", ".zstd", ".parquet.gz", ".parquet.zst", ".tar.gz", ".tar.zst"),
+)
+"""Packed in ways that would be read as text that makes no sense."""
 OTHER_LOSSES = {"mean", "perplexity", "load_balancing"}
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_BLOCK_BYTES = 1 << 18
@@ -49,10 +56,13 @@ def source_names(source: PretrainSource) -> list[str]:
     Equal names, and those that would hide another `loss/…`, get their number in the mix.
     """
     names = [_own_name(part) for part in single_sources(source)]
-    return [
-        name if names.count(name) == 1 and name not in OTHER_LOSSES else f"{name}-{index}"
-        for index, name in enumerate(names)
-    ]
+    unique: list[str] = []
+    for index, name in enumerate(names):
+        if names.count(name) > 1 or name in OTHER_LOSSES:
+            while name in {*names, *OTHER_LOSSES, *unique}:
+                name = f"{name}-{index}"
+        unique.append(name)
+    return unique
 
 
 def open_source(
@@ -74,7 +84,7 @@ def open_source(
         case TextFilesSource():
             return open_files(source, field, shuffle)
         case StdlibSource():
-            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), JsonlRows(), shuffle)
+            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), TextFormat(), shuffle)
         case HubTextSource():
             return open_hub(source, field, shuffle)
         case TokensSource():
@@ -84,31 +94,52 @@ def open_source(
             return TokenPages(folder, manifest, shuffle)
 
 
-def open_files(source: TextFilesSource, field: str, shuffle: Shuffle) -> FilePages | ParquetPages:
+def open_files(source: TextFilesSource, field: str, shuffle: Shuffle) -> NumberedPages:
     """Open a file or folder; arguments and errors as `open_source`."""
     path = Path(source.path)
     if not path.exists():
         raise UserError(f"{field}.path={source.path!r} does not exist: give a file or folder")
     files = [path] if path.is_file() else _files_under(path, source.suffixes)
-    kinds = {file.suffix == PARQUET for file in files}
-    if kinds == {True}:
-        pages = ParquetPages(files, source.column, shuffle)
-        if pages.groups:
-            return pages
-    elif kinds == {False}:
-        blocks = FileBlocks(files, source.block_kib * 1024)
-        if len(blocks):
-            rows = JsonlRows(source.column, source.on_bad_row == "skip")
-            return FilePages(blocks, rows, shuffle)
-    elif kinds:
-        raise UserError(
-            f"{field}.path={source.path!r} holds Parquet files and others: choose one kind with "
-            f"{field}.suffixes, or give each its own source in a mix"
-        )
+    kinds = {_kind(file, field) for file in files}
+    rows = TextFormat(column=source.column, skips_bad=source.on_bad_row == "skip")
+    block_bytes = source.block_kib * 1024
+    match sorted(kinds):
+        case ["Parquet"]:
+            pages = ParquetPages(files, source.column, shuffle)
+            if pages.groups:
+                return pages
+        case ["compressed"]:
+            return CompressedPages(files, block_bytes, rows, shuffle)
+        case ["plain"]:
+            blocks = FileBlocks(files, block_bytes)
+            if len(blocks):
+                return FilePages(blocks, rows, shuffle)
+        case [_, *_] as several:
+            raise UserError(
+                f"{field}.path={source.path!r} holds {' and '.join(several)} files: choose one "
+                f"kind with {field}.suffixes, or give each its own source in a mix"
+            )
     raise UserError(
         f"{field}.path={source.path!r} has no text in files that end in "
         f"{', '.join(source.suffixes)}: give files with text, or other suffixes"
     )
+
+
+def _kind(file: Path, field: str) -> str:
+    """Return how a file is read.
+
+    Raises:
+        UserError: its name says that it is packed in a way that is not read.
+    """
+    name = file.name.lower()
+    if name.endswith(UNREAD):
+        raise UserError(
+            f"{field}: {file} is packed in a way that is not read: unpack it, or pack its text "
+            f"with gzip ({GZIP}) or zstd ({ZSTD})"
+        )
+    if name.endswith(PARQUET):
+        return "Parquet"
+    return "compressed" if name.endswith((GZIP, ZSTD)) else "plain"
 
 
 def open_numbered(
@@ -124,7 +155,7 @@ def open_numbered(
         case TextFilesSource():
             return open_files(source, field, shuffle)
         case StdlibSource():
-            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), JsonlRows(), shuffle)
+            return FilePages(FileBlocks(stdlib_files(), STDLIB_BLOCK_BYTES), TextFormat(), shuffle)
         case HubTextSource():
             pages = open_hub(source, field, shuffle)
             if isinstance(pages, TablePages):
@@ -140,11 +171,26 @@ def stdlib_files() -> list[Path]:
 def _files_under(
     folder: Path, suffixes: tuple[str, ...], passed_over: set[str] | frozenset[str] = frozenset()
 ) -> list[Path]:
+    """Return the files below a folder in order, through links to folders, each folder once."""
+    endings = tuple(suffix.lower() for suffix in suffixes)
+    seen: set[tuple[int, int]] = set()
     found: list[Path] = []
-    for root, folders, files in os.walk(folder):
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=_refuse_folder):
+        status = os.stat(root)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if name not in passed_over)
-        found += [Path(root, name) for name in sorted(files) if name.endswith(suffixes)]
+        found += [Path(root, name) for name in sorted(files) if name.lower().endswith(endings)]
     return found
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise UserError(
+        f"data.source: {error.filename} cannot be read ({error.strerror}): make it readable, or "
+        "move it away"
+    ) from error
 
 
 def _own_name(source: SinglePretrainSource) -> str:

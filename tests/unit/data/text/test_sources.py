@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from tests.support.texts import pretrain_data, texts, write_jsonl_texts, write_parquet_texts
@@ -37,8 +39,52 @@ def test_a_source_without_text_is_refused(tmp_path, content):
 def test_two_kinds_of_files_in_one_source_are_refused(tmp_path):
     write_jsonl_texts(tmp_path / "a.jsonl", texts(2))
     write_parquet_texts(tmp_path / "b.parquet", texts(2))
-    with pytest.raises(UserError, match="holds Parquet files and others"):
+    with pytest.raises(UserError, match="holds Parquet and plain files: choose one kind"):
         pretrain_data({"type": "files", "path": str(tmp_path)})
+    (tmp_path / "b.parquet").rename(tmp_path / "b.txt.gz")
+    with pytest.raises(UserError, match="holds compressed and plain files: choose one kind"):
+        pretrain_data({"type": "files", "path": str(tmp_path)})
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.xz", "a.tar.gz", "a.txt.BZ2", "a.parquet.gz", "a.zip"])
+def test_a_packing_that_is_not_read_is_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"packed")
+    for path in (tmp_path, tmp_path / name):
+        source = {"type": "files", "path": str(path), "suffixes": [name[1:]]}
+        with pytest.raises(UserError, match=rf"data\.source: .*{name} is packed in a way that is"):
+            pretrain_data(source)
+
+
+def test_a_folder_is_read_through_links_and_any_case_of_letters(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.TXT").write_text("behind a link")
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("here")
+    (corpus / "link").symlink_to(tmp_path / "elsewhere")
+    (corpus / "loop").symlink_to(corpus)
+    page = open_files(TextFilesSource(path=str(corpus)), "data.source", Shuffle(None)).page(0, (0,))
+    assert list(page.documents) == ["here", "behind a link"]
+
+
+def test_a_folder_or_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"a\.txt cannot be read \(No such file"):
+        pretrain_data({"type": "files", "path": str(tmp_path)})
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(UserError, match=rf"{tmp_path} cannot be read \(Permission denied\)"):
+        pretrain_data({"type": "files", "path": str(tmp_path)})
+
+
+def test_a_file_whose_name_is_no_text_is_read(tmp_path):
+    path = tmp_path / (os.fsdecode(b"\xff") + " ünïcödé.txt")
+    path.write_text("some text")
+    pages = open_files(TextFilesSource(path=str(tmp_path)), "data.source", Shuffle(None))
+    assert pages.identity["files"] == 1
 
 
 def test_sources_are_named_by_what_they_are():
@@ -52,3 +98,12 @@ def test_sources_are_named_by_what_they_are():
     ]
     data = PretrainDataConfig.model_validate({"source": {"type": "mix", "sources": sources}})
     assert source_names(data.source) == ["books-0", "books-1", "c4", "stdlib", "mean-4", "the web"]
+
+
+def test_no_two_sources_have_one_name():
+    names = ["mean-1", "mean", "a", "a", "a-3", "a-2-2"]
+    sources = [{"type": "stdlib", "name": name} for name in names]
+    data = PretrainDataConfig.model_validate({"source": {"type": "mix", "sources": sources}})
+    given = source_names(data.source)
+    assert len(set(given)) == len(names)
+    assert [given[i] for i in (0, 4, 5)] == ["mean-1", "a-3", "a-2-2"], "kept, being unique"
