@@ -1,7 +1,6 @@
 import pytest
 
 from trainer.config.scheduler import ConstantConfig, CosineConfig, LinearConfig, WSDConfig
-from trainer.errors import UserError
 from trainer.schedule import build_schedule
 
 
@@ -35,5 +34,6 @@ def test_one_step_of_any_schedule_trains():
 
 
 def test_phases_that_do_not_fit_are_refused():
-    with pytest.raises(UserError, match=r"8 warm-up and 5 decay steps exceed max_steps=10"):
+    message = r"warmup_steps=8 and scheduler.decay_steps=5 with max_steps=10: 8 warm-up and 5 decay"
+    with pytest.raises(ValueError, match=message):
         build_schedule(WSDConfig(warmup_steps=8, decay_steps=5), 10)

@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from trainer.config import schema
 from trainer.errors import UserError
 
 INTEGER = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
+NUMBER = re.compile(
+    rf"{INTEGER.pattern}(\.[0-9]+(_[0-9]+)*)?([eE]{INTEGER.pattern})?"
+    r"|[+-]?\.[0-9]+([eE][+-]?[0-9]+)?|[+-]?[0-9]+\.([eE][+-]?[0-9]+)?|[+-]?(nan|inf|infinity)",
+    re.ASCII | re.IGNORECASE,
+)
+"""As TOML writes them, and `.5` and `1.`; nan and inf are read so that they are refused by name."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,10 @@ def _file_after(args: list[str], position: int, what: str) -> tuple[str, int]:
     attached = args[position][1:]
     if attached:
         return attached, position + 1
-    if position + 1 == len(args) or args[position + 1].startswith(("--", "@")):
+    following = args[position + 1] if position + 1 < len(args) else ""
+    if not following or following.startswith(("--", "@")):
         raise UserError(f"'{what}' names no file: write '{what} FILE.toml'")
-    return args[position + 1], position + 2
+    return following, position + 2
 
 
 def _flag_at(args: list[str], position: int) -> tuple[Flag, int]:
@@ -110,8 +116,8 @@ def flag_layer(cls: type[BaseModel], flags: list[Flag], older: dict[str, Any]) -
     }
     layer: dict[str, Any] = {}
     for flag in flags:
-        keys, info = _resolve(cls, _without_negation(flag).split("."), older, tags)
-        _put(layer, keys, _convert(flag, info), flag)
+        keys = _keys(flag)
+        _put(layer, keys, _convert(flag, _allowed(cls, keys, older, tags)), flag)
     return layer
 
 
@@ -119,30 +125,41 @@ def _tag_path(flag: Flag) -> str:
     return flag.name.rpartition(".")[0].replace("-", "_")
 
 
-def _without_negation(flag: Flag) -> str:
-    return flag.name.removeprefix("no-")
+def _is_negated(flag: Flag) -> bool:
+    return flag.name.startswith(("no-", "no_"))
 
 
-def _resolve(
-    cls: type[BaseModel], parts: list[str], older: Any, tags: dict[str, str]
-) -> tuple[list[str], FieldInfo | None]:
-    """Follow a dotted name through sections; the field is None where no section declares it."""
-    keys: list[str] = []
-    current: type[BaseModel] | None = cls
-    info: FieldInfo | None = None
-    for part in parts:
-        if current is None:
-            return [*keys, *parts[len(keys) :]], None
-        key = part.replace("-", "_")
-        keys.append(key)
+def _keys(flag: Flag) -> list[str]:
+    """Return the names of the sections and the field; those of free tables are names too."""
+    name = flag.name[3:] if _is_negated(flag) else flag.name
+    keys = name.replace("-", "_").split(".")
+    if not all(keys):
+        raise UserError(f"--{flag.name}: a name is missing; write --section.field VALUE")
+    return keys
+
+
+def _allowed(
+    cls: type[BaseModel], keys: list[str], older: Any, tags: dict[str, str]
+) -> list[schema.Kind]:
+    """Follow names through sections to what may stand there; empty where none declares it."""
+    current = cls
+    for position, key in enumerate(keys[:-1]):
         info = current.model_fields.get(key)
+        if info is None:
+            return []
         older = older.get(key) if isinstance(older, dict) else None
-        current = None
-        if info is not None and len(keys) < len(parts):
-            tag = tags.get(".".join(keys)) or _older_tag(older) or schema.default_tag(info)
-            following = parts[len(keys)].replace("-", "_")
-            current = _choose(schema.variants(info.annotation), tag, following)
-    return keys, info
+        following = keys[position + 1]
+        classes = schema.variants(info.annotation)
+        if following == schema.TAG and schema.TAG in next(iter(classes.values())).model_fields:
+            return [schema.Kind(Literal[tuple(classes)])]
+        path = ".".join(keys[: position + 1])
+        tag = tags.get(path) or _older_tag(older) or schema.default_tag(info)
+        chosen = _choose(classes, tag, following)
+        if chosen is None:
+            return []
+        current = chosen
+    field = current.model_fields.get(keys[-1])
+    return [] if field is None else schema.field_kinds(field)
 
 
 def _older_tag(older: Any) -> str | None:
@@ -167,22 +184,25 @@ def _put(layer: dict[str, Any], keys: list[str], value: Any, flag: Flag) -> None
             raise UserError(
                 f"--{flag.name}: another flag gives {key!r} a value as a whole; give one of them"
             )
-    table[keys[-1]] = value
+    earlier = table.get(keys[-1])
+    if isinstance(earlier, dict) and isinstance(value, dict):
+        table[keys[-1]] = {**earlier, **value}
+    else:
+        table[keys[-1]] = value
 
 
-def _convert(flag: Flag, info: FieldInfo | None) -> Any:
-    allowed = schema.field_kinds(info) if info is not None else []
+def _convert(flag: Flag, allowed: list[schema.Kind]) -> Any:
     if any(get_origin(kind.type) is tuple for kind in allowed) and _is_list(flag, allowed):
         return _convert_list(flag, allowed)
     if any(kind.type is bool for kind in allowed) and not flag.words:
-        return not flag.name.startswith("no-")
-    if flag.name.startswith("no-"):
+        return not _is_negated(flag)
+    if _is_negated(flag):
         raise UserError(f"--{flag.name}: only a true-or-false field is negated, without a value")
     if len(flag.words) != 1:
         raise UserError(_wrong_number(flag, allowed))
-    if info is None:
-        return _convert_free(flag.words[0])
-    if schema.variants(info.annotation) or schema.is_free_table(info.annotation):
+    if not allowed:
+        return _convert_free(flag)
+    if any(schema.is_section(kind.type) or schema.is_table(kind.type) for kind in allowed):
         return _convert_table(flag)
     return _convert_text(flag.words[0], allowed)
 
@@ -222,12 +242,21 @@ def _convert_table(flag: Flag) -> Any:
 
 def _parse_json(flag: Flag) -> Any:
     try:
-        return json.loads(flag.words[0])
-    except ValueError as error:
+        return json.loads(flag.words[0], object_pairs_hook=_refuse_repeated_keys)
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"--{flag.name} {flag.words[0]}: not valid JSON ({error}); a list is given as "
             "'[1, 2]' or as words, a table as '{\"key\": 1}'"
         ) from None
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {repeated!r} is given twice")
+    return table
 
 
 def _convert_text(text: str, allowed: list[schema.Kind]) -> Any:
@@ -245,8 +274,11 @@ def _convert_text(text: str, allowed: list[schema.Kind]) -> Any:
     return _number_or_text(text) if float in plain else text
 
 
-def _convert_free(text: str) -> Any:
+def _convert_free(flag: Flag) -> Any:
     """Convert a value of a free table as TOML would read it, text where it reads none."""
+    text = flag.words[0]
+    if text.startswith(("[", "{")):
+        return _parse_json(flag)
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if INTEGER.fullmatch(text):
@@ -255,7 +287,4 @@ def _convert_free(text: str) -> Any:
 
 
 def _number_or_text(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    return float(text) if NUMBER.fullmatch(text) else text

@@ -2,7 +2,8 @@
 
 Owns the rule for a section that changes its `type`: it is replaced, and what the older layers
 said about it survives only where the new type has the same key; the rest is dropped and named
-in the notes. Validation comes after (`load.py`), so that each layer's own keys stay strict.
+in the notes. So is a field that gives way to another that says the same in another way. Validation
+comes after (`load.py`), so that each layer's own keys stay strict.
 """
 
 import copy
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trainer.config import schema
+from trainer.config.base import Section
 from trainer.errors import UserError
 
 DEFAULTS = "defaults"
@@ -44,6 +46,7 @@ class Composition:
         prefix: str,
         origin: str,
     ) -> None:
+        self._drop_alternatives(cls, older, newer, prefix, origin)
         for key, value in newer.items():
             path = prefix + key
             info = cls.model_fields.get(key)
@@ -56,6 +59,24 @@ class Composition:
                     self._set(older[key], name, item, f"{path}.{name}", origin)
             else:
                 self._set(older, key, value, path, origin)
+
+    def _drop_alternatives(
+        self,
+        cls: type[BaseModel],
+        older: dict[str, Any],
+        newer: dict[str, Any],
+        prefix: str,
+        origin: str,
+    ) -> None:
+        """Let what an older layer said give way where the newer one says it in another way."""
+        pairs = cls.ALTERNATIVES if issubclass(cls, Section) else ()
+        for name, other in [*pairs, *(pair[::-1] for pair in pairs)]:
+            if _is_given(newer, name) and other not in newer and _is_given(older, other):
+                self.notes.append(
+                    f"{prefix}{name}={newer[name]!r} ({origin}) takes the place of "
+                    f"{prefix}{other}={older.pop(other)!r} ({self.origins[prefix + other]})"
+                )
+                self._forget(prefix + other)
 
     def _merge_section(
         self, info: FieldInfo, older: Any, newer: dict[str, Any], path: str, origin: str
@@ -114,6 +135,10 @@ class Composition:
     def _forget(self, path: str) -> None:
         for known in [p for p in self.origins if p == path or p.startswith(f"{path}.")]:
             del self.origins[known]
+
+
+def _is_given(table: dict[str, Any], key: str) -> bool:
+    return table.get(key, "None") not in (None, "None")
 
 
 def default_layer(cls: type[BaseModel]) -> dict[str, Any]:

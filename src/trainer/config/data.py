@@ -13,6 +13,7 @@ from trainer.config.base import (
     OpenFraction,
     PositiveFloat,
     Section,
+    Text,
 )
 
 
@@ -20,7 +21,7 @@ class FilesSource(Section):
     """A local JSONL or Parquet file, or a folder of them."""
 
     type: Literal["files"] = "files"
-    path: str
+    path: Text
     weight: PositiveFloat = 1.0
     """Share of rows in a mix, on any scale."""
 
@@ -29,9 +30,9 @@ class HubSource(Section):
     """A data set on the Hugging Face hub."""
 
     type: Literal["hub"] = "hub"
-    name: str
-    subset: str | None = None
-    split: str = "train"
+    name: Text
+    subset: Text | None = None
+    split: Text = "train"
     weight: PositiveFloat = 1.0
     """Share of rows in a mix, on any scale."""
 
@@ -40,7 +41,7 @@ class ReasoningGymSource(Section):
     """A procedurally generated reasoning-gym task."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
-    task: str
+    task: Text
     size: Count
     seed: Int = 0
     start: CountOrZero = 0
@@ -107,9 +108,9 @@ class DataConfig(BatchConfig):
     """Training data: from rows to packs of `seq_len` tokens."""
 
     source: Source
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
-    chat_template: str | None = None
+    chat_template: Text | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
     template_kwargs: dict[str, Any] = {}
     """Variables for the chat template, such as `enable_thinking`."""

@@ -103,6 +103,13 @@ def _message(
             return _validator_message(place, detail)
         case "missing" if place.field is not None and not path.endswith("]"):
             return _missing_message(path, place.field)
+        case "extra_forbidden" if "." in str(detail["loc"][-1]):
+            key = str(detail["loc"][-1])
+            name = key.rpartition(".")[2]
+            return (
+                f"{key!r}={value!r}: in quotes the dot is part of the name{where}; write {key} "
+                f"without quotes, or {name} in its section"
+            )
         case "extra_forbidden":
             return _unknown_message(path, value, place.section, cls, where)
         case "union_tag_not_found":

@@ -14,7 +14,7 @@ def read_config_file(path: str) -> dict[str, Any]:
         UserError: the file cannot be read, or is not TOML (names the line).
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"@ {path}: no such file; check the path ({_nearby(path)})") from None
     except UnicodeDecodeError as error:
@@ -28,6 +28,9 @@ def read_config_file(path: str) -> dict[str, Any]:
         last_line = f"line {len(text.splitlines())}, the last"
         place = str(error).replace("end of document", last_line)
         raise UserError(f"@ {path}: not valid TOML: {place}; correct that place") from None
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, lists in lists by the thousand.
+        raise UserError(f"@ {path}: cannot be read ({error}); give a TOML file") from None
 
 
 def _nearby(path: str) -> str:

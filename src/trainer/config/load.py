@@ -56,7 +56,7 @@ def load_config(cls: type[Config], args: list[str]) -> tuple[Config, list[str]]:
 
 
 def _refuse_odd_values(value: Any, path: str) -> None:
-    """Refuse what no field takes and free tables would let through: nan, inf, dates, null."""
+    """Refuse what no field takes and free tables would let through: nan, dates, NUL."""
     match value:
         case dict():
             for key, item in value.items():
@@ -68,7 +68,17 @@ def _refuse_odd_values(value: Any, path: str) -> None:
                     raise UserError(f"{path}[{index}]=None: a list holds no None; leave it out")
         case float() if not math.isfinite(value):
             raise UserError(f"{path}={value}: must be a finite number; correct it")
+        case str() if not _is_writable(value):
+            raise UserError(
+                f"{path}={value!r}: holds a character that no file can be named by or say "
+                "(NUL, or bytes that are not UTF-8); remove it"
+            )
         case datetime.date() | datetime.time():
             raise UserError(f"{path}={value}: dates are no config values; put it in quotes")
         case _:
             pass
+
+
+def _is_writable(text: str) -> bool:
+    is_unicode = not any("\ud800" <= character <= "\udfff" for character in text)
+    return is_unicode and "\0" not in text

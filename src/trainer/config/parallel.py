@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import Bool, Count, PositiveFloat, Section
+from trainer.config.base import Bool, Count, Section
 
 
 class ParallelConfig(Section):
@@ -20,7 +20,7 @@ class ParallelConfig(Section):
     """false: keep gathered weights for the backward: more memory, less traffic."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU where there is one."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=1e8)] = 600.0
     """A collective that takes longer ends the run, naming rank and phase."""
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.config.base import Bool, Count, CountOrZero, Section
+from trainer.config.base import Bool, Count, CountOrZero, Section, Text
 
 
 class CheckpointConfig(Section):
@@ -30,10 +30,10 @@ class WandbConfig(Section):
     """Weights & Biases; without a key the run is offline and says so."""
 
     enabled: Bool = True
-    project: str = "trainer"
-    entity: str | None = None
-    name: str | None = None
-    tags: tuple[str, ...] = ()
+    project: Text = "trainer"
+    entity: Text | None = None
+    name: Text | None = None
+    tags: tuple[Text, ...] = ()
 
 
 class ProfileConfig(Section):

@@ -77,7 +77,12 @@ def item_annotation(annotation: Any) -> Any:
 
 def is_free_table(annotation: Any) -> bool:
     """Return whether a field takes any keys (a plain dict)."""
-    return any(kind.type is dict or get_origin(kind.type) is dict for kind in kinds(annotation))
+    return any(is_table(kind.type) for kind in kinds(annotation))
+
+
+def is_table(annotation: Any) -> bool:
+    """Return whether an annotation is a plain dict."""
+    return annotation is dict or get_origin(annotation) is dict
 
 
 def all_field_paths(cls: type[BaseModel], prefix: str = "") -> set[str]:
@@ -137,6 +142,8 @@ def _describe_range(constraints: tuple[Any, ...]) -> str:
                 words.append(f"at most {high}")
             case Lt(lt=high):
                 words.append(f"below {high}")
+            case MinLen():
+                return ", not empty"
             case _:
                 pass
     return ", " + " and ".join(words) if words else ""

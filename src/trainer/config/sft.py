@@ -4,23 +4,23 @@ from typing import Self
 
 from pydantic import model_validator
 
-from trainer.config.base import Bool, Count, CountOrZero, Section
+from trainer.config.base import Bool, Count, Section, Seed, Text
 from trainer.config.data import BatchConfig, DataConfig, IntervalConfig, ValConfig
 from trainer.config.model import ModelConfig, MoEArchitecture
 from trainer.config.optim import MuonConfig, OptimConfig
 from trainer.config.parallel import ParallelConfig
 from trainer.config.run import CheckpointConfig, ProfileConfig, WandbConfig
-from trainer.config.scheduler import ConstantConfig, SchedulerConfig
+from trainer.config.scheduler import ConstantConfig, SchedulerConfig, phases
 
 
 class RunConfig(Section):
     """What every kind of run has."""
 
-    output_dir: str
+    output_dir: Text
     """The run's folder; new, or that of the run to resume."""
     max_steps: Count
     """Steps of the whole run, those before a resume included."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     """Of random weights, the order of the data and every random generator."""
     deterministic: Bool | None = None
     """Deterministic algorithms; unset: on a CPU yes, on a GPU no."""
@@ -50,6 +50,22 @@ class RunConfig(Section):
                     "set parallel.ep = 1"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        phases(self.scheduler, self.max_steps)
+        return self
+
+    @model_validator(mode="after")
+    def _resumes_inside_the_run(self) -> Self:
+        match self.ckpt.resume:
+            case int(step) if step > self.max_steps:
+                raise ValueError(
+                    f"ckpt.resume={step} with max_steps={self.max_steps}: the run ends before the "
+                    "step it resumes from; raise max_steps, or resume from an earlier step"
+                )
+            case _:
+                return self
 
     @model_validator(mode="after")
     def _profiled_steps_are_in_the_run(self) -> Self:

@@ -20,8 +20,9 @@ ARCHITECTURE = DenseArchitecture(
     head_dim=8,
 )
 
-# "None" is how the library writes None; a text field cannot hold that word.
-texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda t: t != "None")
+# "None" is how the library writes None; a text field cannot hold that word, nor NUL.
+characters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+texts = st.text(characters, min_size=1).filter(lambda t: t != "None")
 positive = st.floats(min_value=1e-300, max_value=1e300)
 scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 params = st.dictionaries(
@@ -47,7 +48,7 @@ optims = st.one_of(
 configs = st.builds(
     SFTConfig,
     output_dir=texts,
-    max_steps=st.integers(1, 2**62),
+    max_steps=st.integers(7, 2**62),
     deterministic=st.none() | st.booleans(),
     model=st.just(ModelConfig(architecture=ARCHITECTURE, weights="random")),
     optim=optims,

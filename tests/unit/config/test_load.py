@@ -234,7 +234,7 @@ def test_true_or_false(load, flags, value):
         ("--optim.lr", "1", 1.0),
         ("--optim.max-norm", "None", None),
         ("--ckpt.resume", "latest", "latest"),
-        ("--ckpt.resume", "12", 12),
+        ("--ckpt.resume", "2", 2),
         ("--wandb.name", "123", "123"),
         ("--wandb.name", "1e-4", "1e-4"),
         ("--wandb.name", "true", "true"),
@@ -247,9 +247,37 @@ def test_text_becomes_the_type_of_the_field(load, flag, text, value):
     assert (found, type(found)) == (value, type(value))
 
 
-def test_free_table_takes_keys_as_typed(load):
-    config, _ = load("--data.source.params.max_word-len", "5", "--data.source.params.kind", "x")
-    assert config.data.source.model_dump()["params"] == {"max_word-len": 5, "kind": "x"}
+def test_free_table_takes_names_with_hyphens_or_underscores(load):
+    words = ["--data.source.params.max_word-len", "5", "--data.source.params.kind", "x"]
+    config, _ = load(*words, "--data.source.params.sizes", "[1, 2]")
+    params = config.data.source.model_dump()["params"]
+    assert params == {"max_word_len": 5, "kind": "x", "sizes": [1, 2]}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_section_as_a_whole_and_its_fields_add_up(load, first):
+    flags = [["--wandb", '{"name": "a"}'], ["--wandb.project", "p"]]
+    config, _ = load(*flags[first], *flags[1 - first])
+    assert (config.wandb.name, config.wandb.project) == ("a", "p")
+
+
+@pytest.mark.parametrize("byte_order_mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"], ids=["lf", "crlf"])
+def test_files_of_other_editors_are_read(base, tmp_path, byte_order_mark, line_end):
+    path = tmp_path / "later.toml"
+    path.write_bytes(byte_order_mark + f"max_steps = 9{line_end}seed = 4{line_end}".encode())
+    config, _ = load_config(SFTConfig, ["@", base, "@", str(path)])
+    assert (config.max_steps, config.seed) == (9, 4)
+
+
+def test_steps_and_ratio_of_a_phase_give_way_to_the_later_layer(load):
+    ratio, steps = "[scheduler]\nwarmup_ratio = 0.5", "[scheduler]\nwarmup_steps = 1"
+    config, notes = load(files=(ratio, steps))
+    assert (config.scheduler.warmup_ratio, config.scheduler.warmup_steps) == (None, 1)
+    assert "warmup_steps=1" in notes[0]
+    assert "takes the place of scheduler.warmup_ratio=0.5" in notes[0]
+    config, _ = load("--scheduler.warmup-ratio", "0.25", files=(ratio, steps))
+    assert (config.scheduler.warmup_ratio, config.scheduler.warmup_steps) == (0.25, None)
 
 
 def test_text_in_a_free_table_of_a_file_stays_text(load):
@@ -295,6 +323,29 @@ def test_text_in_a_free_table_of_a_file_stays_text(load):
         (["--data.source.params", '{"x": Infinity}'], ["data.source.params.x=inf", "finite"]),
         (["--optim.lr.x", "1"], ["optim.lr={'x': 1}", "a finite number"]),
         (["--optim", "adamw", "--optim.lr", "1"], ["--optim.lr", "'optim'"]),
+        (["--optim.type"], ["--optim.type: no value given", "'muon', 'adamw', 'sgd', 'dion'"]),
+        (["--optim.lr", " 1"], ["optim.lr=' 1'", "a finite number"]),
+        (["--optim.lr", "\u0661"], ["optim.lr='\u0661'", "a finite number"]),
+        (["--optim..lr", "1"], ["--optim..lr: a name is missing"]),
+        (["@", ""], ["'@' names no file"]),
+        (["--wandb", '{"name": "a", "name": "b"}'], ["'name' is given twice"]),
+        (["--seed", str(2**32)], ["seed=4294967296", "at most 4294967295"]),
+        (["--parallel.timeout-s", "1e30"], ["parallel.timeout_s=1e+30", "at most"]),
+        (["--output-dir", ""], ["output_dir=''", "text, not empty"]),
+        (["--output-dir", "a\0b"], ["output_dir='a\\x00b'", "NUL"]),
+        (["--output-dir", "a\udcff"], ["output_dir='a\\udcff'", "UTF-8"]),
+        (["--model.name", ""], ["model.name=''", "text, not empty"]),
+        (["--ckpt.resume", "4"], ["ckpt.resume=4", "max_steps=3"]),
+        (["--scheduler.warmup-steps", "4"], ["scheduler.warmup_steps=4", "max_steps=3"]),
+        (["--model.architecture.head-dim", "15"], ["architecture.head_dim=15", "even"]),
+        (
+            ["--model.architecture.num-key-value-heads", "3"],
+            ["num_attention_heads=4", "num_key_value_heads=3"],
+        ),
+        (
+            ["--model.architecture.mlp-only-layers", "2"],
+            ["architecture.mlp_only_layers=[2]", "num_hidden_layers=2"],
+        ),
     ],
     ids=lambda value: " ".join(value) if value and value[0][:1] in "-@d" else "",
 )
@@ -327,6 +378,13 @@ def test_refused_flag(load, flags, parts):
         ('[val.source]\npath = "x"', ["val.source.type: not given", "'files', 'hub'"]),
         ("a = [1,", ["later0.toml: not valid TOML", "line"]),
         ("[optim]\nlr = 1\nlr = 2", ["later0.toml: not valid TOML", "line 3"]),
+        ("'optim.lr' = 1", ["'optim.lr'=1", "write optim.lr without quotes"]),
+        ("seed = " + "1" * 5000, ["later0.toml: cannot be read", "digits"]),
+        ("x = " + "[" * 5000 + "]" * 5000, ["later0.toml: cannot be read", "recursion"]),
+        (
+            "[scheduler]\nwarmup_ratio = 0.1\nwarmup_steps = 1",
+            ["scheduler.warmup_ratio=0.1", "warmup_steps=1", "remove the other"],
+        ),
     ],
 )
 def test_refused_file(load, text, parts):
