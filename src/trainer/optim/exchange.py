@@ -7,6 +7,7 @@ is in `wire.py`; when to launch is `muon.py`'s.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -72,13 +73,9 @@ class Exchange:
         Collective: all-to-all on `group`; all its ranks call, in plan order.
         """
         output = send.new_empty(sum(receive_sizes))
-
-        def start() -> dist.Work | None:
-            return dist.all_to_all_single(
-                output, send, list(receive_sizes), list(send_sizes), group=group, async_op=True
-            )
-
-        return self._launch(start, output, send)
+        sizes = list(receive_sizes), list(send_sizes)
+        collective = partial(dist.all_to_all_single, output, send, *sizes)
+        return self._launch(collective, output, send, group)
 
     def launch_all_gather(self, part: Tensor, group: dist.ProcessGroup) -> Transfer:
         """Start gathering equal 1-D parts from all ranks of a group, in rank order.
@@ -86,23 +83,27 @@ class Exchange:
         Collective: all-gather on `group`; all its ranks call, in plan order.
         """
         output = part.new_empty(part.numel() * group.size())
-
-        def start() -> dist.Work | None:
-            return all_gather(output, part, group=group, async_op=True)
-
-        return self._launch(start, output, part)
+        return self._launch(partial(all_gather, output, part), output, part, group)
 
     def _launch(
-        self, start: Callable[[], dist.Work | None], output: Tensor, inputs: Tensor
+        self,
+        collective: Callable[..., dist.Work | None],
+        output: Tensor,
+        inputs: Tensor,
+        group: dist.ProcessGroup,
     ) -> Transfer:
+        """Start a collective behind what the compute stream has been given so far.
+
+        Collective: the one given, on `group`; all its ranks call, in plan order.
+        """
         self.num_launched += 1
         if self._stream is None:
             begun = self._timer.mark()
-            return Transfer(start(), output, inputs, begun, None)
+            return Transfer(collective(group=group, async_op=True), output, inputs, begun, None)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             begun = self._timer.mark()
-            work = start()
+            work = collective(group=group, async_op=True)
             if work is not None:
                 work.wait()  # the side stream waits, not the host
             return Transfer(None, output, inputs, begun, self._timer.mark())
@@ -160,6 +161,10 @@ def _group(
     meshes: dict[MeshSpec, DeviceMesh],
     known: dict[tuple[MeshSpec, tuple[int, ...]], dist.ProcessGroup],
 ) -> dist.ProcessGroup | None:
+    """Return the group over some axes of a bucket's mesh, from `known` or new there.
+
+    Collective: group creation and warming where it is new; every rank of the mesh.
+    """
     if size == 1 or bucket.mesh is None:
         return None
     key = (bucket.mesh, axes)

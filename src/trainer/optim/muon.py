@@ -30,6 +30,7 @@ from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
 from trainer.optim.plan import PlannedGroup
 from trainer.optim.presence import Presence
 from trainer.optim.pricing import Price, price_plan
+from trainer.optim.side_stream import SideStream
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import (
     check_loaded,
@@ -147,6 +148,7 @@ class Muon(torch.optim.Optimizer):
             self._exchange,
             self._timer,
             self._orthogonalize_bucket,
+            SideStream(self._device),
         )
 
     def _plan_step(self, groups: list[NamedGroup]) -> None:
@@ -203,7 +205,7 @@ class Muon(torch.optim.Optimizer):
         stats = self._begin_stats()
         momenta = [self.state[parameter]["momentum"] for parameter in self._parameters]
         inputs = StepInputs(self._parameters, momenta, self.param_groups, gates, stats)
-        if self._options.impl == "stacked":
+        if self._options.impl == "stacked" and self.plan.slots:
             self._stacked.run(inputs, partial(self._adamw_step, gates))
         else:
             self._per_matrix_step(inputs)

@@ -67,6 +67,10 @@ def per_matrix_update_(
 
 
 def _gather(u: Tensor, spec: ParameterSpec, meshes: dict[MeshSpec, DeviceMesh]) -> Tensor:
+    """Return the whole tensor in float32.
+
+    Collective: one all-reduce (sum) over each mesh axis that shards it; all ranks of its mesh.
+    """
     if spec.mesh is None:
         return u.float()
     whole = torch.zeros(spec.shape, dtype=torch.float32, device=u.device)

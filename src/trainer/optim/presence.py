@@ -68,6 +68,10 @@ class Presence:
         self._agreed_2P: list[Tensor] = []
 
     def _circle(self, agreement: Agreement, meshes: dict[MeshSpec, DeviceMesh]) -> _Circle:
+        """Make the group of an agreement.
+
+        Collective: group creation and warming; its ranks.
+        """
         mesh = meshes[agreement.mesh]
         group = axes_group(mesh, agreement.axes)
         warm(group, mesh.device_type)
@@ -100,7 +104,10 @@ class Presence:
             self._works.append(work)
 
     def _differs(self, circle: _Circle, has_gradient: Sequence[bool]) -> Tensor:
-        """Return, for each parameter, whether some copies have a gradient and some lack it."""
+        """Return, for each parameter, whether some copies have a gradient and some lack it.
+
+        Collective: all-reduce (max) over the circle; the device waits, not the host.
+        """
         filled = [(i, not self._is_empty[i]) for i in circle.parameters]
         has = [has_gradient[i] and is_filled for i, is_filled in filled]
         lacks = [not has_gradient[i] and is_filled for i, is_filled in filled]

@@ -300,6 +300,22 @@ def test_phase_times_and_statistics_describe_the_step() -> None:
     assert optimizer.timings()["optim/momentum_ms"] > 0
 
 
+@pytest.mark.parametrize("impl", ["stacked", "per_matrix"])
+@pytest.mark.parametrize("shape", [(5,), (0, 4), (3, 0)], ids=str)
+def test_without_matrices_adamw_steps_once(impl, shape) -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    groups = [{"params": [weight], "algorithm": "adamw"}]
+    if len(shape) > 1:
+        groups.append({"params": [nn.Parameter(torch.zeros(shape))]})
+    for group in groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    optimizer = Muon(groups, lr=0.25, options=MuonOptions(impl=impl))
+    optimizer.step()
+    assert optimizer.state[weight]["step_dev"] == 1
+    # Corrected for bias, the first step is the learning rate.
+    assert torch.allclose(weight, torch.full((4,), -0.25))
+
+
 def test_a_closure_is_evaluated_with_gradients() -> None:
     named = tensors()
 
