@@ -30,7 +30,6 @@ from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
 from trainer.optim.plan import PlannedGroup
 from trainer.optim.presence import Presence
 from trainer.optim.pricing import Price, price_plan
-from trainer.optim.side_stream import SideStream
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import (
     check_loaded,
@@ -148,7 +147,6 @@ class Muon(torch.optim.Optimizer):
             self._exchange,
             self._timer,
             self._orthogonalize_bucket,
-            SideStream(self._device),
         )
 
     def _plan_step(self, groups: list[NamedGroup]) -> None:
