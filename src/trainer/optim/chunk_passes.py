@@ -22,6 +22,7 @@ def update_chunk_momentum_(flight: Flight, inputs: StepInputs) -> None:
             mu=float(group["mu"]),
             nesterov=group["nesterov"],
             keep="squares" if flight.groups.shards is None else "largest",
+            is_beside=flight.is_beside,
         )
         return
     segments = flight.bucket.segments(flight.chunk.start, flight.chunk.stop)
@@ -50,6 +51,7 @@ def stack_share(flight: Flight, inputs: StepInputs, dtype: torch.dtype) -> Tenso
         dtype,
         mu=float(group["mu"]),
         nesterov=group["nesterov"],
+        is_beside=flight.is_beside,
     )
 
 
@@ -65,6 +67,7 @@ def pack_share(flight: Flight, inputs: StepInputs, dtype: torch.dtype) -> Tensor
         dtype,
         mu=float(group["mu"]),
         nesterov=group["nesterov"],
+        is_beside=flight.is_beside,
     )
 
 
@@ -87,6 +90,7 @@ def apply_chunk_update_(flight: Flight, first: int, update_BMN: Tensor, inputs: 
             slice(first - flight.chunk.start, stop - flight.chunk.start),
             decay=decay,
             step_size=step_size,
+            is_beside=flight.is_beside,
         )
         return
     segments = flight.bucket.segments(first, stop)

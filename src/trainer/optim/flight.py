@@ -46,6 +46,8 @@ class Flight:
     chunk: Chunk
     share: tuple[int, int]
     """First matrix of this replica's share, counted over the bucket, and one past the last."""
+    is_beside: bool = False
+    """Whether products run at the same time as the pass at hand."""
     table: MatrixTable | None = None
     """Where the chunk's matrices lie; None: they are passed over tensor by tensor."""
     kept_BP: Tensor | None = None
@@ -68,13 +70,14 @@ class Flight:
         return self.share[1] - self.share[0]
 
 
-def find_runs(flight: Flight, weights: Sequence[Tensor], inputs: StepInputs) -> list[Run]:
-    """Return where the matrices of a chunk lie."""
+def find_runs(flight: Flight, inputs: StepInputs) -> list[Run]:
+    """Return where the matrices of a chunk lie; none where this rank holds nothing of them."""
     flatten = inputs.groups[flight.bucket.group]["flatten"]
     runs = []
     for segment in flight.bucket.segments(flight.chunk.start, flight.chunk.stop):
         piece = segment.piece
-        _, rows, cols = as_matrices(weights[piece.parameter], flatten=flatten).shape
+        weight = local(inputs.parameters[piece.parameter])
+        _, rows, cols = as_matrices(weight, flatten=flatten).shape
         first_row, stop_row = piece.local_rows
         runs.append(
             Run(

@@ -29,7 +29,8 @@ from trainer.optim.per_matrix import per_matrix_update_
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
 from trainer.optim.plan import PlannedGroup
 from trainer.optim.presence import Presence
-from trainer.optim.pricing import Price, price_plan
+from trainer.optim.pricing import Passes, Price, price_plan
+from trainer.optim.side_stream import SideStream
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import (
     check_loaded,
@@ -147,6 +148,7 @@ class Muon(torch.optim.Optimizer):
             self._exchange,
             self._timer,
             self._orthogonalize_bucket,
+            SideStream(self._device),
         )
 
     def _plan_step(self, groups: list[NamedGroup]) -> None:
@@ -341,6 +343,10 @@ class Muon(torch.optim.Optimizer):
             self.kernels,
             steps=self._options.ns_steps,
             coefficients=self._options.ns_coefficients,
+            passes=Passes(
+                is_by_table=self._device.type == "cuda",
+                is_cautious=any(group["cautious_wd"] for group in self.param_groups),
+            ),
         )
 
     def phase_times(self) -> Callable[[], dict[str, float]]:

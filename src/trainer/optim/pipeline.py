@@ -8,7 +8,8 @@ orthogonalized:
       t            chunk t                     chunk t-1               t-2     t-3
 
 A chunk that needs no exchange is applied at t-2. Every rank launches in the same order, also where
-it has nothing to do in a chunk.
+it has nothing to do in a chunk. On a GPU the memory-bound phases of a tick run on a stream of their
+own (`side_stream.py`), beside its products.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +26,10 @@ from trainer.optim.chunk_passes import (
 )
 from trainer.optim.exchange import BucketGroups, Exchange
 from trainer.optim.flight import Flight, StepInputs, find_runs, slab_shapes
+from trainer.optim.kernels import matrix_table
 from trainer.optim.kernels.matrix_table import MatrixTable, TableLayout
 from trainer.optim.plan import Plan
+from trainer.optim.side_stream import SideStream
 from trainer.optim.state import local
 from trainer.optim.timing import PhaseTimer
 from trainer.optim.wire import TAIL, unpack
@@ -36,6 +39,10 @@ NS_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+_NUM_STAGES = 4
+"""Columns of the table above."""
 
 
 class Orthogonalize(Protocol):
@@ -62,13 +69,15 @@ class StackedStep:
         exchange: Exchange,
         timer: PhaseTimer,
         orthogonalize: Orthogonalize,
+        side: SideStream,
     ) -> None:
         self._plan = plan
         self._groups = groups
         self._exchange = exchange
         self._timer = timer
         self._orthogonalize = orthogonalize
-        self._layout: TableLayout | None = None
+        self._side = side
+        self._layouts: dict[tuple[int, int], TableLayout | None] = {}
         self._dtype = NS_DTYPES[plan.options.ns_dtype]
 
     def run(self, inputs: StepInputs, meanwhile: Callable[[], None]) -> None:
@@ -80,28 +89,43 @@ class StackedStep:
 
         Collective: the plan's exchanges, in slot order; all ranks of the plan's meshes.
         """
-        stages = (self._enter, self._turn, self._share, self._finish)
         flights = [self._flight(*slot) for slot in self._plan.slots]
-        for flight, table in zip(flights, self._tables(flights, inputs), strict=True):
-            flight.table = table
-        for tick in range(len(flights) + len(stages) - 1):
-            for lag, stage in enumerate(stages):
-                if 0 <= tick - lag < len(flights):
-                    stage(flights[tick - lag], inputs)
+        for tick in range(len(flights) + _NUM_STAGES - 1):
+            entering, turning, sharing, finishing = _chunks_of_tick(flights, tick)
+            is_beside = turning is not None
+            with self._side.work():
+                if entering is not None:
+                    self._enter(entering, inputs, is_beside)
+                if sharing is not None:
+                    self._share(sharing, inputs, is_beside)
+                if finishing is not None:
+                    self._finish(finishing, inputs, is_beside)
+            if turning is not None:
+                self._turn(turning, inputs)
             if tick == 1:
                 meanwhile()
+        self._side.join()
         if not flights:
             meanwhile()
 
-    def _tables(
-        self, flights: Sequence[Flight], inputs: StepInputs
-    ) -> Sequence[MatrixTable | None]:
-        weights = [local(parameter) for parameter in inputs.parameters]
-        if self._layout is None:
-            self._layout = TableLayout([find_runs(flight, weights, inputs) for flight in flights])
-        gradients = [None if p.grad is None else local(p.grad) for p in inputs.parameters]
-        momenta = [local(momentum) for momentum in inputs.momenta]
-        return self._layout.tables(gradients, momenta, weights, inputs.gates)
+    def _find_table(self, flight: Flight, inputs: StepInputs) -> MatrixTable | None:
+        """Return where a chunk's matrices lie; None where kernels that walk a table cannot run."""
+        if matrix_table.find_kernels(inputs.momenta[0].device.type) is None:
+            return None
+        place = (flight.index, flight.chunk.start)
+        if place not in self._layouts:
+            runs = find_runs(flight, inputs)
+            self._layouts[place] = TableLayout(runs) if runs else None
+        layout = self._layouts[place]
+        if layout is None:
+            return None
+        parameters = [inputs.parameters[index] for index in layout.parameters]
+        return layout.table(
+            [None if p.grad is None else local(p.grad) for p in parameters],
+            [local(inputs.momenta[index]) for index in layout.parameters],
+            [local(parameter) for parameter in parameters],
+            [inputs.gates[index] for index in layout.parameters],
+        )
 
     def _flight(self, b: int, c: int) -> Flight:
         bucket = self._plan.buckets[b]
@@ -111,7 +135,9 @@ class StackedStep:
         share = first, first + bucket.share(chunk, bucket.replica_rank)
         return Flight(b, bucket, self._groups[b], chunk, share)
 
-    def _enter(self, flight: Flight, inputs: StepInputs) -> None:
+    def _enter(self, flight: Flight, inputs: StepInputs, is_beside: bool) -> None:
+        flight.is_beside = is_beside
+        flight.table = self._find_table(flight, inputs)
         self._update_momentum(flight, inputs)
         if flight.bucket.is_exchanged:
             self._launch_in(flight, inputs)
@@ -123,14 +149,18 @@ class StackedStep:
         self._orthogonalize_stack(flight, inputs)
         self._launch_out(flight)
 
-    def _share(self, flight: Flight, inputs: StepInputs) -> None:
+    def _share(self, flight: Flight, inputs: StepInputs, is_beside: bool) -> None:
+        flight.is_beside = is_beside
+        self._side.keep(flight.transfer, flight.update_BMN, flight.table)
         if flight.bucket.is_exchanged:
             self._wait_out(flight)
             self._launch_share(flight, inputs)
         else:
             self._apply(flight, inputs)
 
-    def _finish(self, flight: Flight, inputs: StepInputs) -> None:
+    def _finish(self, flight: Flight, inputs: StepInputs, is_beside: bool) -> None:
+        flight.is_beside = is_beside
+        self._side.keep(flight.transfer, flight.table)
         if flight.bucket.is_exchanged:
             self._apply(flight, inputs)
 
@@ -262,6 +292,7 @@ class StackedStep:
         if flight.transfer is None:
             return []
         received = self._exchange.wait(flight.transfer)
+        flight.transfer = None
         received_RBMN = received.view(bucket.num_replicas, -1, *bucket.local_matrix_shape)
         updates, first = [], chunk.start
         for replica, update_BMN in enumerate(received_RBMN):
@@ -269,3 +300,9 @@ class StackedStep:
             updates.append((first, update_BMN[:share]))
             first += share
         return updates
+
+
+def _chunks_of_tick(flights: Sequence[Flight], tick: int) -> list[Flight | None]:
+    """Return the chunk that each stage of a tick works on, if any."""
+    places = [tick - lag for lag in range(_NUM_STAGES)]
+    return [flights[place] if 0 <= place < len(flights) else None for place in places]

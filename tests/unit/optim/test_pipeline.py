@@ -13,6 +13,7 @@ from trainer.optim.exchange import Exchange, make_groups
 from trainer.optim.flight import StepInputs
 from trainer.optim.pipeline import StackedStep
 from trainer.optim.plan import PlannedGroup, PlanOptions, build_plan
+from trainer.optim.side_stream import SideStream
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import local
 from trainer.optim.timing import PhaseTimer
@@ -71,7 +72,9 @@ def step(world, gates) -> tuple[int, list[bool], list[bool], bool]:
     timer, spy = PhaseTimer(CPU), Spy()
     exchange = Exchange(CPU, timer)
     groups = make_groups(plan, meshes)
-    stacked = StackedStep(plan, groups, exchange, timer, spy.orthogonalize)
+    stacked = StackedStep(
+        plan, groups, exchange, timer, spy.orthogonalize, SideStream(torch.device("cpu"))
+    )
     with torch.no_grad():
         stacked.run(StepInputs(parameters, momenta, [GROUP], gates, None), spy.meanwhile)
     assert spy.num_meanwhile == 1

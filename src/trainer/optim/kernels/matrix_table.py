@@ -41,77 +41,54 @@ class Run:
     num_elements: int
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    lines: slice
-    parameters: tuple[int, ...]
-    num_elements: int
-
-
 class TableLayout:
-    """Where each chunk's matrices lie within their parameters: all that no step changes.
+    """Where a chunk's matrices lie within their parameters: all that no step changes.
 
     Args:
-        chunks: Of each chunk its runs, of one `num_elements`; may be empty.
+        runs: Of one `num_elements`; at least one.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[Run]]) -> None:
-        runs = [run for chunk in chunks for run in chunk]
+    def __init__(self, runs: Sequence[Run]) -> None:
         counts = torch.tensor([run.count for run in runs], dtype=torch.int64)
-        self._parameter_B = torch.tensor(
-            [run.parameter for run in runs], dtype=torch.int64
-        ).repeat_interleave(counts)
         offsets = [(run.first + torch.arange(run.count)) * run.stride + run.offset for run in runs]
-        self._offset_B1 = 4 * torch.cat([torch.zeros(0, dtype=torch.int64), *offsets])[:, None]
-        self._chunks: list[_Chunk] = []
-        first = 0
-        for chunk in chunks:
-            stop = first + sum(run.count for run in chunk)
-            num_elements = chunk[0].num_elements if chunk else 0
-            parameters = tuple(run.parameter for run in chunk)
-            self._chunks.append(_Chunk(slice(first, stop), parameters, num_elements))
-            first = stop
+        self.parameters = tuple(run.parameter for run in runs)
+        """Index of each run's parameter."""
+        self._num_elements = runs[0].num_elements
+        self._run_B = torch.arange(len(runs)).repeat_interleave(counts)
+        self._offset_B1 = 4 * torch.cat(offsets)[:, None]
 
-    def tables(
+    def table(
         self,
         gradients: Sequence[Tensor | None],
         momenta: Sequence[Tensor],
         weights: Sequence[Tensor],
         gates: Sequence[Tensor | None],
-    ) -> "list[MatrixTable | None]":
-        """Return each chunk's table; None where its tensors must be passed over one by one.
+    ) -> "MatrixTable | None":
+        """Return the table; None where the tensors must be passed over one by one.
 
-        The tensors must outlive the kernels that walk the tables.
+        The tensors must outlive the kernels that walk the table.
 
         Args:
-            gradients: Local shard of every parameter's; None counts as zeros.
+            gradients: Local shard of each run's; None counts as zeros.
             momenta: As many, of the same shapes.
             weights: As many, of the same shapes.
             gates: For each, a 0-d bool on the device; None: open.
         """
-        kernels = _find_kernels(weights[0].device.type) if weights else None
-        if kernels is None:
-            return [None] * len(self._chunks)
+        kernels = find_kernels(weights[0].device.type)
         columns = list(zip(gradients, momenta, weights, strict=True))
-        fits = [all(t is None or _fits(t) for t in tensors) for tensors in columns]
+        if kernels is None or not all(t is None or _fits(t) for ts in columns for t in ts):
+            return None
         bases = [
             [*(0 if t is None else t.data_ptr() for t in tensors), _address_of(gate)]
             for tensors, gate in zip(columns, gates, strict=True)
         ]
-        lines_B4 = torch.tensor(bases, dtype=torch.int64)[self._parameter_B]
+        lines_B4 = torch.tensor(bases, dtype=torch.int64)[self._run_B]
         lines_B4[:, :3] += self._offset_B1 * (lines_B4[:, :3] != 0)
-        are_aligned_B = ~(lines_B4[:, :3] % _ALIGNMENT).any(1)
-        on_device_B4 = lines_B4
+        if bool((lines_B4[:, :3] % _ALIGNMENT).any()):
+            return None
         if weights[0].device.type == "cuda":
-            on_device_B4 = lines_B4.pin_memory().to(weights[0].device, non_blocking=True)
-        return [
-            MatrixTable(on_device_B4[chunk.lines], chunk.num_elements, kernels)
-            if chunk.num_elements
-            and all(fits[index] for index in chunk.parameters)
-            and bool(are_aligned_B[chunk.lines].all())
-            else None
-            for chunk in self._chunks
-        ]
+            lines_B4 = lines_B4.pin_memory().to(weights[0].device, non_blocking=True)
+        return MatrixTable(lines_B4, self._num_elements, kernels)
 
 
 @dataclass(frozen=True)
@@ -134,6 +111,7 @@ class MatrixTable:
         mu: float,
         nesterov: bool,
         keep: Literal["squares", "largest"],
+        is_beside: bool,
     ) -> Tensor:
         """M <- mu * m + g; return what the next pass needs of each matrix's direction."""
         return self.kernels.launch_momentum(
@@ -142,6 +120,7 @@ class MatrixTable:
             mu=mu,
             nesterov=nesterov,
             keep=keep,
+            is_beside=is_beside,
         )
 
     def normalized_stack(
@@ -153,6 +132,7 @@ class MatrixTable:
         *,
         mu: float,
         nesterov: bool,
+        is_beside: bool,
     ) -> Tensor:
         """Return the directions of some matrices, each of Frobenius norm 1 or zero: [B, M, N]."""
         lines_B4 = self.addresses_B4[matrices]
@@ -163,6 +143,7 @@ class MatrixTable:
             stack_BMN,
             mu=mu,
             nesterov=nesterov,
+            is_beside=is_beside,
         )
         return stack_BMN
 
@@ -174,13 +155,20 @@ class MatrixTable:
         *,
         mu: float,
         nesterov: bool,
+        is_beside: bool,
     ) -> Tensor:
         """Return the directions of some slabs as `wire.pack` does: [B, elements + TAIL]."""
         lines_B4 = self.addresses_B4[matrices]
         width = self.num_elements + TAIL
         message = torch.empty(len(lines_B4), width, dtype=dtype, device=lines_B4.device)
         self.kernels.launch_message(
-            lines_B4, kept_BP[matrices], message, TAIL, mu=mu, nesterov=nesterov
+            lines_B4,
+            kept_BP[matrices],
+            message,
+            TAIL,
+            mu=mu,
+            nesterov=nesterov,
+            is_beside=is_beside,
         )
         return message
 
@@ -191,6 +179,7 @@ class MatrixTable:
         *,
         decay: float,
         step_size: float,
+        is_beside: bool,
     ) -> None:
         """W <- w * (1 - decay) - step_size * O, for contiguous O."""
         self.kernels.launch_update(
@@ -198,6 +187,7 @@ class MatrixTable:
             update_BMN,
             decay=decay,
             step_size=step_size,
+            is_beside=is_beside,
         )
 
 
@@ -211,7 +201,7 @@ def _address_of(gate: Tensor | None) -> int:
 
 
 @lru_cache
-def _find_kernels(device_type: str) -> ModuleType | None:
+def find_kernels(device_type: str) -> ModuleType | None:
     """Import the Triton kernels; None on a CPU, or where there is no Triton."""
     if device_type != "cuda":
         return None

@@ -6,7 +6,7 @@ where it can run. A matrix is a line of a table of addresses, so that the matric
 parameters take one launch. Momentum is one pass (gradient and momentum read, momentum written, each
 part's norm kept aside), the stack another (momentum read, scaled values written in the iteration's
 dtype), the update the third. `mu`, `decay` and `step_size` are arguments: a schedule recompiles
-nothing.
+nothing. Beside products a pass runs on a few programs that take all of its work in turn.
 """
 
 from typing import Literal
@@ -25,8 +25,14 @@ _NUM_BLOCKS = 8
 """Tiles a part of the first two passes: the second adds up a matrix's partial results anew for each
 part, so these must be few."""
 
-# Without fused multiply-adds each product is rounded, as in passes.py.
-_OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
+_WARPS = 16
+
+_PROGRAMS_BESIDE = 16
+"""Programs of a pass that runs beside products, each of a whole multiprocessor's threads. One such
+program moves 50 to 110 GB/s; 16 keep up with Newton-Schulz, which loses little to them: products
+are bound by power before they are bound by multiprocessors (docs/log.md)."""
+
+_WARPS_BESIDE = 32
 
 COLUMNS = ("gradient", "momentum", "weight", "gate")
 """Of the table, int64 addresses: fp32 matrices, 16-byte aligned, and a bool; 0: there is none."""
@@ -54,13 +60,14 @@ def _is_open(table_ptr, matrix):
     return flag != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_work"])
 def _momentum_kernel(
     table_ptr,
     kept_ptr,
     num_elements,
     mu,
     num_parts,
+    num_work,
     NESTEROV: tl.constexpr,
     OF_SQUARES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -68,6 +75,35 @@ def _momentum_kernel(
 ):
     """M <- mu * m + g; keep each part's sum of squares, or largest magnitude, of the direction."""
     work = tl.program_id(0)
+    while work < num_work:
+        _momentum_part(
+            table_ptr,
+            kept_ptr,
+            num_elements,
+            mu,
+            num_parts,
+            work,
+            NESTEROV,
+            OF_SQUARES,
+            NUM_BLOCKS,
+            TILE,
+        )
+        work += tl.num_programs(0)
+
+
+@triton.jit
+def _momentum_part(
+    table_ptr,
+    kept_ptr,
+    num_elements,
+    mu,
+    num_parts,
+    work,
+    NESTEROV: tl.constexpr,
+    OF_SQUARES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     matrix, part = (work // num_parts).to(tl.int64), work % num_parts
     m_ptr = _matrix_ptr(table_ptr, matrix, 1)
     g_ptr = _matrix_ptr(table_ptr, matrix, 0)
@@ -104,7 +140,7 @@ def _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV: tl.constexpr):
     return m
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_work"])
 def _normalize_kernel(
     table_ptr,
     kept_ptr,
@@ -112,6 +148,7 @@ def _normalize_kernel(
     num_elements,
     mu,
     num_parts,
+    num_work,
     NUM_PARTS: tl.constexpr,
     NESTEROV: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -119,6 +156,37 @@ def _normalize_kernel(
 ):
     """Write directions divided by their Frobenius norm; a norm of zero divides by one."""
     work = tl.program_id(0)
+    while work < num_work:
+        _normalize_part(
+            table_ptr,
+            kept_ptr,
+            out_ptr,
+            num_elements,
+            mu,
+            num_parts,
+            work,
+            NUM_PARTS,
+            NESTEROV,
+            NUM_BLOCKS,
+            TILE,
+        )
+        work += tl.num_programs(0)
+
+
+@triton.jit
+def _normalize_part(
+    table_ptr,
+    kept_ptr,
+    out_ptr,
+    num_elements,
+    mu,
+    num_parts,
+    work,
+    NUM_PARTS: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     matrix, part = (work // num_parts).to(tl.int64), work % num_parts
     parts = tl.arange(0, NUM_PARTS)
     total = tl.sum(
@@ -135,7 +203,7 @@ def _normalize_kernel(
         tl.store(y_ptr + offsets, y, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_work"])
 def _message_kernel(
     table_ptr,
     kept_ptr,
@@ -144,6 +212,7 @@ def _message_kernel(
     row_stride,
     mu,
     num_parts,
+    num_work,
     NUM_PARTS: tl.constexpr,
     TAIL: tl.constexpr,
     MAX_EXPONENT: tl.constexpr,
@@ -154,6 +223,45 @@ def _message_kernel(
 ):
     """Write directions divided by 2**e, the largest in [0.5, 1), and e behind them."""
     work = tl.program_id(0)
+    while work < num_work:
+        _message_part(
+            table_ptr,
+            kept_ptr,
+            out_ptr,
+            num_elements,
+            row_stride,
+            mu,
+            num_parts,
+            work,
+            NUM_PARTS,
+            TAIL,
+            MAX_EXPONENT,
+            ZERO_EXPONENT,
+            NESTEROV,
+            NUM_BLOCKS,
+            TILE,
+        )
+        work += tl.num_programs(0)
+
+
+@triton.jit
+def _message_part(
+    table_ptr,
+    kept_ptr,
+    out_ptr,
+    num_elements,
+    row_stride,
+    mu,
+    num_parts,
+    work,
+    NUM_PARTS: tl.constexpr,
+    TAIL: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    ZERO_EXPONENT: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     matrix, part = (work // num_parts).to(tl.int64), work % num_parts
     parts = tl.arange(0, NUM_PARTS)
     largest = tl.max(
@@ -178,20 +286,31 @@ def _message_kernel(
         tl.store(y_ptr + ends, tl.zeros((TAIL,), out_ptr.dtype.element_ty) + sent)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_work"])
 def _update_kernel(
-    table_ptr, update_ptr, num_elements, kept, step_size, num_tiles, TILE: tl.constexpr
+    table_ptr, update_ptr, num_elements, kept, step_size, num_tiles, num_work, TILE: tl.constexpr
 ):
     """W <- w * kept - step_size * O."""
     work = tl.program_id(0)
-    matrix, tile = (work // num_tiles).to(tl.int64), work % num_tiles
-    if _is_open(table_ptr, matrix):
-        w_ptr = _matrix_ptr(table_ptr, matrix, 2)
-        offsets = tile * TILE + tl.arange(0, TILE)
-        inside = offsets < num_elements
-        update = tl.load(update_ptr + matrix * num_elements + offsets, mask=inside, other=0.0)
-        w = tl.load(w_ptr + offsets, mask=inside, other=0.0)
-        tl.store(w_ptr + offsets, w * kept - step_size * update.to(tl.float32), mask=inside)
+    while work < num_work:
+        matrix, tile = (work // num_tiles).to(tl.int64), work % num_tiles
+        if _is_open(table_ptr, matrix):
+            w_ptr = _matrix_ptr(table_ptr, matrix, 2)
+            offsets = tile * TILE + tl.arange(0, TILE)
+            inside = offsets < num_elements
+            update = tl.load(update_ptr + matrix * num_elements + offsets, mask=inside, other=0.0)
+            w = tl.load(w_ptr + offsets, mask=inside, other=0.0)
+            tl.store(w_ptr + offsets, w * kept - step_size * update.to(tl.float32), mask=inside)
+        work += tl.num_programs(0)
+
+
+def _grid(num_work: int, is_beside: bool) -> tuple[int]:
+    return (min(num_work, _PROGRAMS_BESIDE) if is_beside else num_work,)
+
+
+def _options(is_beside: bool) -> dict[str, int | bool]:
+    # Without fused multiply-adds each product is rounded, as in passes.py.
+    return {"num_warps": _WARPS_BESIDE if is_beside else _WARPS, "enable_fp_fusion": False}
 
 
 def launch_momentum(
@@ -201,6 +320,7 @@ def launch_momentum(
     mu: float,
     nesterov: bool,
     keep: Literal["squares", "largest"],
+    is_beside: bool = False,
 ) -> Tensor:
     """Update the momentum of every matrix of a table.
 
@@ -210,6 +330,7 @@ def launch_momentum(
         mu: Momentum factor.
         nesterov: Whether what is kept is of mu * m + g.
         keep: The sum of squares of each part of a matrix, or its largest magnitude.
+        is_beside: Whether products run at the same time.
 
     Returns:
         fp64 [B, parts].
@@ -217,17 +338,18 @@ def launch_momentum(
     record_launch("triton.momentum")
     num_parts = triton.cdiv(num_elements, _NUM_BLOCKS * _TILE)
     kept_BP = torch.empty(len(table_B4), num_parts, dtype=torch.float64, device=table_B4.device)
-    _momentum_kernel[(kept_BP.numel(),)](
+    _momentum_kernel[_grid(kept_BP.numel(), is_beside)](
         table_B4,
         kept_BP,
         num_elements,
         mu,
         num_parts,
+        kept_BP.numel(),
         NESTEROV=nesterov,
         OF_SQUARES=keep == "squares",
         NUM_BLOCKS=_NUM_BLOCKS,
         TILE=_TILE,
-        **_OPTIONS,
+        **_options(is_beside),
     )
     return kept_BP
 
@@ -239,6 +361,7 @@ def launch_normalize(
     *,
     mu: float,
     nesterov: bool,
+    is_beside: bool = False,
 ) -> None:
     """Write every matrix's direction, divided by its Frobenius norm.
 
@@ -248,21 +371,23 @@ def launch_normalize(
         out_BMN: Contiguous, of any float dtype.
         mu: Momentum factor.
         nesterov: As there.
+        is_beside: As there.
     """
     record_launch("triton.normalize")
     num_parts = kept_BP.shape[1]
-    _normalize_kernel[(kept_BP.numel(),)](
+    _normalize_kernel[_grid(kept_BP.numel(), is_beside)](
         table_B4,
         kept_BP,
         out_BMN,
         out_BMN[0].numel(),
         mu,
         num_parts,
+        kept_BP.numel(),
         NUM_PARTS=triton.next_power_of_2(num_parts),
         NESTEROV=nesterov,
         NUM_BLOCKS=_NUM_BLOCKS,
         TILE=_TILE,
-        **_OPTIONS,
+        **_options(is_beside),
     )
 
 
@@ -274,6 +399,7 @@ def launch_message(
     *,
     mu: float,
     nesterov: bool,
+    is_beside: bool = False,
 ) -> None:
     """Write every slab's direction as `wire.pack` does: scaled values, then the exponent.
 
@@ -284,10 +410,11 @@ def launch_message(
         tail: Elements behind the values, a power of two.
         mu: Momentum factor.
         nesterov: As there.
+        is_beside: As there.
     """
     record_launch("triton.message")
     num_parts = kept_BP.shape[1]
-    _message_kernel[(kept_BP.numel(),)](
+    _message_kernel[_grid(kept_BP.numel(), is_beside)](
         table_B4,
         kept_BP,
         message,
@@ -295,6 +422,7 @@ def launch_message(
         message.shape[1],
         mu,
         num_parts,
+        kept_BP.numel(),
         NUM_PARTS=triton.next_power_of_2(num_parts),
         TAIL=tail,
         MAX_EXPONENT=_MAX_EXPONENT,
@@ -302,7 +430,7 @@ def launch_message(
         NESTEROV=nesterov,
         NUM_BLOCKS=_NUM_BLOCKS,
         TILE=_TILE,
-        **_OPTIONS,
+        **_options(is_beside),
     )
 
 
@@ -312,6 +440,7 @@ def launch_update(
     *,
     decay: float,
     step_size: float,
+    is_beside: bool = False,
 ) -> None:
     """Apply an update to the weight of every matrix of a table.
 
@@ -320,17 +449,20 @@ def launch_update(
         update_BMN: Contiguous, of any float dtype.
         decay: lr * weight_decay.
         step_size: lr * s.
+        is_beside: As in `launch_momentum`.
     """
     record_launch("triton.update")
     num_elements = update_BMN[0].numel()
     num_tiles = triton.cdiv(num_elements, _TILE)
-    _update_kernel[(len(table_B4) * num_tiles,)](
+    num_work = len(table_B4) * num_tiles
+    _update_kernel[_grid(num_work, is_beside)](
         table_B4,
         update_BMN,
         num_elements,
         1 - decay,
         step_size,
         num_tiles,
+        num_work,
         TILE=_TILE,
-        **_OPTIONS,
+        **_options(is_beside),
     )

@@ -7,6 +7,7 @@ Nothing of QuACK is imported before `quack_products` is called.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ SUPPORTED_MAJOR_CAPABILITIES = (8, 9, 10, 11, 12)
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
 ALIGNMENT = 8
 """Both dims must be multiples of this: QuACK copies 16 bytes at a time."""
+
+
+_COUNTERS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the Hopper kernels, by product.
+    """The tiles of the Hopper kernels, by product, and how threadblocks come by them.
+
+    `is_dynamic`: a threadblock takes the next tile when it is done with one, so that a kernel loses
+    little where something else holds some of the multiprocessors (the passes of the optimizer's
+    step); False: each has its tiles from the start.
 
     Measured on one H200, torch 2.11.0+cu130, quack-kernels 0.6.5, 2026-11-29, as m·m·k TFLOP/s
     (scripts/bench/newton_schulz.py): against QuACK's built-in 128x256 with a cluster of 2,
@@ -51,6 +59,7 @@ class Tiles:
     symmetric_large: Tile = Tile(192, 192, pingpong=False)
     large_rows: int = 4096
     general: Tile = Tile(128, 192, cluster_rows=2)
+    is_dynamic: bool = True
 
     def symmetric_for(self, M: int) -> Tile:
         """Return the tile for an M x M result."""
@@ -78,24 +87,64 @@ def _hopper_products(tiles: Tiles) -> Products:
     from quack.gemm import gemm  # pyright: ignore[reportMissingImports]
     from quack.gemm_symmetric import gemm_symmetric  # pyright: ignore[reportMissingImports]
 
+    launch = _Launch(tiles.is_dynamic)
     return Products(
-        gram=partial(_hopper_gram, gemm_symmetric, tiles),
-        symmetric=partial(_hopper_symmetric, gemm_symmetric, tiles),
-        apply=partial(_hopper_apply, gemm, tiles),
+        gram=partial(_hopper_gram, gemm_symmetric, tiles, launch),
+        symmetric=partial(_hopper_symmetric, gemm_symmetric, tiles, launch),
+        apply=partial(_hopper_apply, gemm, tiles, launch),
         shift=add_identity,
         halves_symmetric=True,
     )
 
 
-def _hopper_gram(kernel: Callable[..., object], tiles: Tiles, X_BMN: Tensor, out: Tensor) -> None:
+class _Launch:
+    """What a launch takes besides its operands: the tile, and a counter for the dynamic schedule.
+
+    The counter must be zero at every launch: QuACK's symmetric kernel leaves another value behind,
+    with which the next launch would skip tiles. Zeroing one at a time would cost a launch for every
+    product, so many are zeroed at once, on the stream that uses them.
+    """
+
+    def __init__(self, is_dynamic: bool) -> None:
+        self._is_dynamic = is_dynamic
+        self._unused: dict[int, list[Tensor]] = {}
+
+    def options(self, tile: Tile, device: torch.device) -> dict[str, Any]:
+        """Return the keyword arguments of a launch on the current stream."""
+        return {
+            "tile_count_semaphore": self._zeroed_counter(device) if self._is_dynamic else None,
+            "tile_M": tile.rows,
+            "tile_N": tile.columns,
+            "cluster_M": tile.cluster_rows,
+            "cluster_N": tile.cluster_columns,
+            "pingpong": tile.pingpong,
+            "persistent": True,
+            "is_dynamic_persistent": self._is_dynamic,
+        }
+
+    def _zeroed_counter(self, device: torch.device) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            # A graph's replays need the zeroing inside the graph.
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        unused = self._unused.setdefault(torch.cuda.current_stream(device).cuda_stream, [])
+        if not unused:
+            zeros = torch.zeros(_COUNTERS_AT_ONCE, dtype=torch.int32, device=device)
+            unused.extend(zeros.split(1))
+        return unused.pop()
+
+
+def _hopper_gram(
+    kernel: Callable[..., object], tiles: Tiles, launch: _Launch, X_BMN: Tensor, out: Tensor
+) -> None:
     record_launch("quack.gemm_symmetric")
     tile = tiles.symmetric_for(out.shape[-1])
-    kernel(X_BMN, X_BMN, out, None, None, **_launch_options(tile))
+    kernel(X_BMN, X_BMN, out, None, **launch.options(tile, out.device))
 
 
 def _hopper_symmetric(
     kernel: Callable[..., object],
     tiles: Tiles,
+    launch: _Launch,
     A_BMM: Tensor,
     Z_BMM: Tensor,
     C_BMM: Tensor,
@@ -106,41 +155,30 @@ def _hopper_symmetric(
     record_launch("quack.gemm_symmetric")
     tile = tiles.symmetric_for(out.shape[-1])
     # The kernel multiplies by the transpose of its second operand: Z is its own.
-    options = _launch_options(tile)
-    kernel(A_BMM, Z_BMM, out, C_BMM, None, **options, alpha=alpha, beta=beta)
+    options = launch.options(tile, out.device)
+    kernel(A_BMM, Z_BMM, out, C_BMM, **options, alpha=alpha, beta=beta)
 
 
 def _hopper_apply(
     kernel: Callable[..., object],
     tiles: Tiles,
+    launch: _Launch,
     S_BMM: Tensor,
     X_BMN: Tensor,
     beta: float,
     out: Tensor,
 ) -> None:
     record_launch("quack.gemm")
-    options = _launch_options(tiles.general)
+    options = launch.options(tiles.general, out.device)
     if beta != 0.0:
         options["beta"] = beta
     if is_column_major(X_BMN):
         # Xᵀ·S, whose rows are contiguous; S stands for its own transpose.
         addend = X_BMN.mT if beta != 0.0 else None
-        kernel(X_BMN.mT, S_BMM, out.mT, addend, None, **options)
+        kernel(X_BMN.mT, S_BMM, out.mT, addend, **options)
     else:
         addend = X_BMN if beta != 0.0 else None
-        kernel(S_BMM, X_BMN, out, addend, None, **options, b_kn=True)
-
-
-def _launch_options(tile: Tile) -> dict[str, object]:
-    return {
-        "tile_M": tile.rows,
-        "tile_N": tile.columns,
-        "cluster_M": tile.cluster_rows,
-        "cluster_N": tile.cluster_columns,
-        "pingpong": tile.pingpong,
-        "persistent": True,
-        "is_dynamic_persistent": False,
-    }
+        kernel(S_BMM, X_BMN, out, addend, **options, b_kn=True)
 
 
 def _default_products() -> Products:

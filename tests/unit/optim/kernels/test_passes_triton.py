@@ -26,7 +26,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         if type(passes_triton._update_kernel).__name__ != "InterpretedFunction":
             pytest.skip("needs a GPU or TRITON_INTERPRET=1")
-        monkeypatch.setattr(matrix_table, "_find_kernels", lambda _: passes_triton)
+        monkeypatch.setattr(matrix_table, "find_kernels", lambda _: passes_triton)
 
 
 def _tensors():
@@ -44,9 +44,8 @@ def _tensors():
 def _table(gradients, momenta, weights, gate) -> MatrixTable:
     """Return the table of the upper half of each matrix of the first, and of all the second."""
     size = SHAPE[0] * SHAPE[1]
-    layout = TableLayout([[], [Run(0, 0, 3, 2 * size, 0, size), Run(1, 0, 2, size, 0, size)]])
-    nothing, table = layout.tables(gradients, momenta, weights, [gate, gate])
-    assert nothing is None
+    layout = TableLayout([Run(0, 0, 3, 2 * size, 0, size), Run(1, 0, 2, size, 0, size)])
+    table = layout.table(gradients, momenta, weights, [gate, gate])
     assert table is not None
     return table
 
@@ -57,7 +56,10 @@ def _upper(tensors):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("is_open", [None, True, False])
-def test_passes_by_table_equal_those_by_tensor(nesterov: bool, is_open: bool | None) -> None:
+@pytest.mark.parametrize("is_beside", [False, True], ids=["alone", "beside products"])
+def test_passes_by_table_equal_those_by_tensor(
+    nesterov: bool, is_open: bool | None, is_beside: bool
+) -> None:
     gate = None if is_open is None else torch.tensor(is_open, device=DEVICE)
     gradients, momenta, weights = _tensors()
     expected = [m.clone() for m in momenta], [w.clone() for w in weights]
@@ -65,7 +67,7 @@ def test_passes_by_table_equal_those_by_tensor(nesterov: bool, is_open: bool | N
         gradients[0][0, 0, 0] = float("nan")
     update_momentum_(_upper(expected[0]), _upper(gradients), [gate, gate], MU)
     table = _table(gradients, momenta, weights, gate)
-    kept = table.update_momentum_(mu=MU, nesterov=nesterov, keep="squares")
+    kept = table.update_momentum_(mu=MU, nesterov=nesterov, keep="squares", is_beside=is_beside)
     for m, wanted in zip(momenta, expected[0], strict=True):
         assert torch.equal(m, wanted)
     if is_open is not False:
@@ -73,7 +75,13 @@ def test_passes_by_table_equal_those_by_tensor(nesterov: bool, is_open: bool | N
         u = torch.cat(list(found)).double()
         norm = torch.linalg.vector_norm(u, dim=(1, 2), keepdim=True)
         stack = table.normalized_stack(
-            kept, slice(0, 5), SHAPE, torch.float32, mu=MU, nesterov=nesterov
+            kept,
+            slice(0, 5),
+            SHAPE,
+            torch.float32,
+            mu=MU,
+            nesterov=nesterov,
+            is_beside=is_beside,
         )
         torch.testing.assert_close(stack.double(), u / norm.where(norm > 0, 1.0))
         assert not stack[2].any()
@@ -82,7 +90,7 @@ def test_passes_by_table_equal_those_by_tensor(nesterov: bool, is_open: bool | N
     apply_updates_(
         _upper(expected[1]), update.split([3, 2]), [gate, gate], cautious=False, **settings
     )
-    table.apply_(update, slice(0, 5), **settings)
+    table.apply_(update, slice(0, 5), **settings, is_beside=is_beside)
     for w, wanted in zip(weights, expected[1], strict=True):
         assert torch.equal(w, wanted)
 
@@ -92,11 +100,12 @@ DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" e
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_messages_by_table_equal_those_by_tensor(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_beside", [False, True], ids=["alone", "beside products"])
+def test_messages_by_table_equal_those_by_tensor(dtype: torch.dtype, is_beside: bool) -> None:
     gradients, momenta, weights = _tensors()
     table = _table(gradients, momenta, weights, None)
-    kept = table.update_momentum_(mu=MU, nesterov=False, keep="largest")
-    message = table.message(kept, slice(1, 5), dtype, mu=MU, nesterov=False)
+    kept = table.update_momentum_(mu=MU, nesterov=False, keep="largest", is_beside=is_beside)
+    message = table.message(kept, slice(1, 5), dtype, mu=MU, nesterov=False, is_beside=is_beside)
     slabs = [_upper(momenta)[0][1:], momenta[1]]
     assert torch.equal(message, pack(slabs, 4, SHAPE, dtype))
 
@@ -113,7 +122,7 @@ def test_a_step_by_table_equals_one_by_tensor(
     found = []
     for is_by_table in (True, False):
         if not is_by_table:
-            monkeypatch.setattr(matrix_table, "_find_kernels", lambda _: None)
+            monkeypatch.setattr(matrix_table, "find_kernels", lambda _: None)
         weights = [torch.nn.Parameter(w.clone()) for w in first]
         options = MuonOptions(ns_dtype="float32", max_stack_gib=4e-6, split_gate_up=split_gate_up)
         optimizer = Muon(zip(shapes, weights, strict=True), lr=0.5, options=options)
