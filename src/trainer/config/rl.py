@@ -19,11 +19,15 @@ from trainer.config.base import (
     FunctionPath,
     NonNegativeFloat,
     OpenFraction,
-    PositiveFloat,
     Section,
 )
 from trainer.config.data import MixSource, ReasoningGymSource, Source
 from trainer.config.sft import RunConfig
+
+Temperature = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-6)]
+"""Logits over less would leave fp32."""
+RatioBound = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=1e30)]
+"""In fp32; the largest is as good as none."""
 
 PASS_SCORE = 0.99
 """A sample passes with this score or more; shaped scores below it are no passes."""
@@ -172,7 +176,7 @@ class RolloutConfig(Section):
     num_samples: Annotated[int, Field(strict=True, ge=2)] = 8
     """Completions of each prompt: a group, whose rewards are compared."""
     max_new_tokens: Count = 256
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     top_p: Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=1)] = 1.0
     top_k: CountOrZero = 0
     """0: all tokens."""
@@ -215,7 +219,7 @@ class LossSection(Section):
     """What happens to tokens by their ratio trainer / sampler before the update: nothing; the loss
     is weighted with it, at most `importance_high`; or tokens outside the bounds are left out."""
     importance_low: NonNegativeFloat = 0.5
-    importance_high: PositiveFloat = 2.0
+    importance_high: RatioBound = 2.0
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the divergence from the model that the run starts from; 0: no such model."""
     entropy_coef: NonNegativeFloat = 0.0
@@ -243,7 +247,7 @@ class ClipLossConfig(LossSection):
     type: Literal["clip"] = "clip"
     clip_low: OpenFraction = 0.2
     """The ratio counts down to 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
+    clip_high: RatioBound = 0.2
     """The ratio counts up to 1 + clip_high."""
 
 
@@ -253,7 +257,7 @@ class CISPOLossConfig(LossSection):
     type: Literal["cispo"] = "cispo"
     clip_low: Fraction = 1.0
     """1: no lower bound, as published."""
-    clip_high: PositiveFloat = 4.0
+    clip_high: RatioBound = 4.0
 
 
 class GSPOLossConfig(LossSection):
@@ -261,7 +265,7 @@ class GSPOLossConfig(LossSection):
 
     type: Literal["gspo"] = "gspo"
     clip_low: OpenFraction = 3e-4
-    clip_high: PositiveFloat = 4e-4
+    clip_high: RatioBound = 4e-4
 
 
 LossConfig = Annotated[

@@ -5,11 +5,14 @@ compared in `advantages.py`.
 """
 
 import logging
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from trainer.config.rl import PASS_SCORE, EnvConfig
 from trainer.errors import UserError
@@ -19,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 NUM_WARNINGS = 10
 """Failures told in full; the rest is only counted."""
+LARGEST = 1e30
+"""Scores beyond it would leave fp32 in the loss."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,19 @@ class Scorer:
                 parts[reward.name] = as_number(reward.score(sample))
             # A user's function may raise anything; interrupts and exits are no Exceptions.
             except Exception as error:
-                self._fail(reward, sample, error)
+                self._fail(f"reward {reward.name!r}", sample, error)
                 parts[reward.name] = 0.0
                 num_errors += 1
         total = sum(reward.weight * parts[reward.name] for reward in self._rewards)
+        if not abs(total) <= LARGEST:
+            self._fail("the weighted sum of rewards", sample, ValueError(f"{total!r}"))
+            total, num_errors = 0.0, num_errors + 1
         is_pass = parts[self._pass_reward] >= PASS_SCORE
         return Score(total, parts, is_pass, num_errors)
 
-    def _fail(self, reward: Reward, sample: Sample, error: Exception) -> None:
+    def _fail(self, reward: str, sample: Sample, error: Exception) -> None:
         message = (
-            f"reward {reward.name!r} failed on {sample.where} ({type(error).__name__}: {error}); "
+            f"{reward} failed on {sample.where} ({_one_line(error)}); "
             f"completion {sample.completion[:80]!r}"
         )
         if self._ends_run:
@@ -101,12 +109,22 @@ class Scorer:
 def as_number(value: Any) -> float:
     """Return a score as a float.
 
+    Args:
+        value: A number of Python or numpy, or a 0-d array or tensor; true and false are 1 and 0.
+
     Raises:
-        TypeError: it is no number (true and false count as 1 and 0).
-        ValueError: it is not finite.
+        TypeError: it is no number.
+        ValueError: it is not finite, or beyond what advantages in fp32 can hold.
     """
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"it returned {value!r}, not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"it returned {value!r}, not a finite number")
-    return float(value)
+    is_scalar_array = isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0
+    number: Any = value.item() if is_scalar_array else value
+    if not isinstance(number, numbers.Real | Decimal):
+        raise TypeError(f"it returned {value!r:.80}, not a number")
+    score = float(number)
+    if not abs(score) <= LARGEST:
+        raise ValueError(f"it returned {value!r:.80}, not a finite number of at most {LARGEST:g}")
+    return score
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

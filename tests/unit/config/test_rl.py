@@ -61,6 +61,8 @@ REFUSED = {
     ),
     "unknown key": (["--rollout.temprature", "1"], "rollout.temprature"),
     "temperature of zero": (["--rollout.temperature", "0.0"], "rollout.temperature=0.0"),
+    "logits beyond fp32": (["--rollout.temperature", "1e-45"], "rollout.temperature=1e-45"),
+    "a bound beyond fp32": (["--loss.clip-high", "1e300"], "loss.clip_high=1e+300"),
     "a pass reward that is none": (["--env.pass-reward", "right"], "pass_reward='right'"),
     "two origins of held-out prompts": (
         ["--val.fraction", "0.1", "--val.source.type", "files", "--val.source.path", "x"],

@@ -1,8 +1,11 @@
 import logging
 import math
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.rollouts import make_sample
 from trainer.errors import UserError
@@ -24,7 +27,36 @@ BROKEN = {
     "text": (returning("1"), "'1', not a number"),
     "nan": (returning(math.nan), "nan, not a finite number"),
     "inf": (returning(math.inf), "inf, not a finite number"),
+    "beyond fp32": (returning(-1e300), "-1e+300, not a finite number of at most 1e+30"),
+    "a vector": (returning(torch.ones(1)), "tensor([1.]), not a number"),
+    "a table": (returning({"score": 1.0}), "{'score': 1.0}, not a number"),
+    "a nan in a tensor": (returning(torch.tensor(math.nan)), "tensor(nan), not a finite number"),
 }
+
+
+NUMBERS = [1, True, np.True_, np.float32(1), np.array(1), torch.tensor(1.0), Fraction(1)]
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, Decimal(1), torch.ones((), requires_grad=True)])
+def test_numbers_of_every_library_count(value):
+    score = Scorer([returning(value)], "broken", ends_run=True).score(make_sample("42"))
+    assert (score.reward, type(score.reward), score.is_pass) == (1.0, float, True)
+
+
+def test_a_weighted_sum_beyond_fp32_fails_like_a_reward(caplog):
+    rewards = [Reward("large", 1e300, lambda s: 1e20), Reward("small", -1e300, lambda s: 1e20)]
+    score = Scorer(rewards, "large", ends_run=False).score(make_sample("42"))
+    assert (score.reward, score.num_errors) == (0.0, 1)
+    assert "the weighted sum of rewards failed on prompts.jsonl:1 (ValueError: nan)" in caplog.text
+
+
+def test_an_error_of_several_lines_is_told_in_one(caplog):
+    def raising_lines(sample):
+        raise ValueError("first\n  second")
+
+    reward = Reward("broken", 1.0, raising_lines)
+    Scorer([reward], "broken", ends_run=False).score(make_sample("42"))
+    assert "(ValueError: first second)" in caplog.text
 
 
 def test_several_rewards_are_weighted_and_kept_apart():

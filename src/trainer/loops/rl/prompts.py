@@ -4,7 +4,9 @@ Owns what a row of prompts may look like and the policies for rows that cannot b
 their order and chat templates are `trainer.data`'s; completions are scored in `collect.py`.
 """
 
+import datetime
 import logging
+import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,8 +99,13 @@ class PromptReader:
         where = rows.where(index)
         try:
             raw = rows[index]
-            row = self._with_system(parse_row(with_answer(raw)))
+            row = parse_row(with_answer(raw))
+            if isinstance(row, ChatRow) and not row.question:
+                raise BadRow("no_question", "there is no turn to answer: give one")
+            row = self._with_system(row)
             ids = self._encoder.prompt_ids(row)
+            if not ids:
+                raise BadRow("empty_prompt", "prompt='' gives the model nothing: give it text")
         except BadRow as error:
             return self._leave_out_bad(error, where)
         if len(ids) > self._longest:
@@ -248,7 +255,9 @@ def with_answer(raw: Mapping[str, Any]) -> dict[str, Any]:
         BadRow: there is no reference answer.
     """
     row = {name: value for name, value in raw.items() if value is not None and name != SCORE_TASK}
-    answer = row.pop("answer", None)
+    answer = reference_text(row.pop("answer")) if "answer" in row else None
+    if isinstance(row.get("messages"), str):
+        raise BadRow("messages", "messages is text: give a list of turns, or the text as 'prompt'")
     if "question" in row and "messages" not in row and "prompt" not in row:
         row["prompt"] = [{"role": "user", "content": row.pop("question")}]
     if answer is None:
@@ -258,8 +267,30 @@ def with_answer(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "messages" in row:
         row["prompt"] = row.pop("messages")
     is_text = isinstance(row.get("prompt"), str)
-    turn = [{"role": "assistant", "content": str(answer)}]
-    return row | {"completion": str(answer) if is_text else turn}
+    turn = [{"role": "assistant", "content": answer}]
+    return row | {"completion": answer if is_text else turn}
+
+
+def reference_text(answer: Any) -> str:
+    """Return the reference answer that a row gives, as text.
+
+    Raises:
+        BadRow: it is no one value, so that nothing could be compared with its text.
+    """
+    if not isinstance(answer, str | numbers.Number | datetime.date | datetime.time):
+        raise BadRow(
+            "answer",
+            f"answer is a {type(answer).__name__}: give text or a number (what else a reward needs "
+            "may stand in a field of another name, and reaches it as sample.row)",
+        )
+    text = str(answer)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(
+            "not_unicode", f"answer={text!r} holds half a surrogate pair: mend the escape"
+        ) from error
+    return text
 
 
 def _split(config: RLConfig) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:

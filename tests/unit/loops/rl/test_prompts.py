@@ -1,12 +1,14 @@
 """Prompts: rows in several forms, held-out ones apart, a position that continues."""
 
+import datetime
+
 import pytest
 
 from tests.support.rl_configs import prompts_file, rl_config
 from trainer.data import build_byte_tokenizer
 from trainer.data.rows import BadRow
 from trainer.errors import UserError
-from trainer.loops.rl.prompts import setup_prompts, with_answer
+from trainer.loops.rl.prompts import reference_text, setup_prompts, with_answer
 
 TOKENIZER = build_byte_tokenizer()
 EXACT = {"rewards": [{"type": "exact_match"}]}
@@ -79,6 +81,31 @@ def test_a_row_without_an_answer_is_refused_by_place_or_skipped(tmp_path):
     config = file_config(tmp_path, rows, env={"on_bad_row": "skip"})
     prompts = setup_prompts(config, TOKENIZER).train.next_prompts(2)
     assert [prompt.question for prompt in prompts] == ["b", "b"]
+
+
+BAD_ROWS = {
+    "an answer of several": ({"question": "a", "answer": ["1", "one"]}, "answer is a list"),
+    "an answer in a table": ({"question": "a", "answer": {"text": "1"}}, "answer is a dict"),
+    "half a surrogate": ({"question": "a", "answer": "\ud800"}, "half a surrogate pair"),
+    "turns that are text": ({"messages": "a", "answer": "1"}, "give a list of turns, or the text"),
+    "no turns": ({"prompt": [], "answer": "1"}, "there is no turn to answer"),
+    "an answer to nothing": ({"messages": [{"role": "assistant", "content": "1"}]}, "no turn to"),
+    "an empty prompt": ({"prompt": "", "answer": "1"}, "prompt='' gives the model nothing"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_row_that_no_one_could_answer_or_score_is_refused(row, message, tmp_path):
+    with pytest.raises(UserError, match=rf"prompts\.jsonl:1: .*{message}"):
+        setup_prompts(file_config(tmp_path, [row]), TOKENIZER).train.next_prompts(1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(4, "4"), (True, "True"), (1.5, "1.5"), (datetime.date(2026, 1, 2), "2026-01-02"), ("", "")],
+)
+def test_a_reference_is_text_or_one_value(answer, text):
+    assert reference_text(answer) == text
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_or_dropped(tmp_path):
