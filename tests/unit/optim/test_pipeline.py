@@ -9,16 +9,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.support.sharding import cut, distribute
 from tests.support.threads import run_threads
-from trainer.optim.exchange import Exchange, make_groups
+from trainer.optim import Muon, MuonOptions
 from trainer.optim.flight import StepInputs
-from trainer.optim.pipeline import StackedStep
-from trainer.optim.plan import PlannedGroup, PlanOptions, build_plan
-from trainer.optim.side_stream import SideStream
-from trainer.optim.spec import describe_parameters
 from trainer.optim.state import local
-from trainer.optim.timing import PhaseTimer
 
-CPU = torch.device("cpu")
 # Powers of two, so that integer weights stay exact.
 GROUP = {
     "lr": 0.5, "mu": 0.5, "weight_decay": 0.0, "nesterov": False, "flatten": False,
@@ -63,18 +57,9 @@ def step(world, gates) -> tuple[int, list[bool], list[bool], bool]:
     momenta = [distribute(w * 2, mesh, placements) for w in full]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = distribute(gradient, mesh, placements)
-    specs, meshes = describe_parameters((f"p{i}", p) for i, p in enumerate(parameters))
-    plan = build_plan(
-        [PlannedGroup("dense", "muon", tuple(specs), adjust_lr=None)],
-        PlanOptions(**options),
-        lambda shape: ("dense", ""),
-    )
-    timer, spy = PhaseTimer(CPU), Spy()
-    exchange = Exchange(CPU, timer)
-    groups = make_groups(plan, meshes)
-    stacked = StackedStep(
-        plan, groups, exchange, timer, spy.orthogonalize, SideStream(torch.device("cpu"))
-    )
+    optimizer = Muon(parameters, adjust_lr=None, options=MuonOptions(**options))
+    stacked, spy = optimizer._stacked, Spy()
+    stacked._orthogonalize = spy.orthogonalize
     with torch.no_grad():
         stacked.run(StepInputs(parameters, momenta, [GROUP], gates, None), spy.meanwhile)
     assert spy.num_meanwhile == 1
@@ -89,7 +74,7 @@ def step(world, gates) -> tuple[int, list[bool], list[bool], bool]:
         shard = [cut(t, sizes, mesh.get_coordinate(), placements) for t in (weight, momentum)]
         right_weights.append(torch.equal(local(parameters[i].data), shard[0]))
         right_momenta.append(torch.equal(local(momenta[i]), shard[1]))
-    has_right_count = exchange.num_launched == plan.num_exchanges()
+    has_right_count = optimizer._exchange.num_launched == optimizer.plan.num_exchanges()
     return spy.num_matrices, right_weights, right_momenta, has_right_count
 
 
