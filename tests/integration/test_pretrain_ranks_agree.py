@@ -10,7 +10,8 @@ import torch.distributed as dist
 from tests.support.pretrain_configs import pretrain_config, write_corpus
 from tests.support.spawn import run_ranks
 from trainer.config.pretrain import TextFilesSource
-from trainer.data.shards.writer import TokenizeRequest, tokenize
+from trainer.data.shards.job import TokenizeRequest
+from trainer.data.shards.writer import tokenize
 
 pytestmark = pytest.mark.distributed
 

@@ -62,7 +62,8 @@ def tokenize_command(args: list[str]) -> None:
     source, folder = words.places
     num_workers = _count("workers", words.options)
     shard_bytes = _count("shard-mib", words.options) << 20
-    from trainer.data.shards.writer import TokenizeRequest, tokenize
+    from trainer.data.shards.job import TokenizeRequest
+    from trainer.data.shards.writer import tokenize
 
     manifest = tokenize(
         TokenizeRequest(

@@ -105,7 +105,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_a_part_of_a_mix_is_named_by_its_place() -> None:
     good = ReasoningGymSource(task="spell_backward", size=1)
     mix = MixSource(sources=(good, FilesSource(path="/nowhere")))
-    with pytest.raises(UserError, match=r"val\.source\.sources\.1\.path='/nowhere'"):
+    with pytest.raises(UserError, match=r"val\.source\.sources\[1\]\.path='/nowhere'"):
         open_sources(mix, "val.source")
 
 

@@ -6,9 +6,10 @@ import pytest
 from tests.support.texts import pack_ids, pretrain_data, texts, write_jsonl_texts
 from trainer.config.pretrain import TextFilesSource
 from trainer.data.shards import reader
+from trainer.data.shards.job import TokenizeRequest
 from trainer.data.shards.manifest import MANIFEST, read_manifest
 from trainer.data.shards.reader import TokenPages
-from trainer.data.shards.writer import TokenizeRequest, tokenize
+from trainer.data.shards.writer import tokenize
 from trainer.data.text.pages import Shuffle
 from trainer.errors import UserError
 

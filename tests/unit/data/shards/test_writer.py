@@ -1,12 +1,15 @@
+import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests.support.texts import texts, write_jsonl_texts
 from trainer.config.pretrain import TextFilesSource
 from trainer.data.shards import writer
+from trainer.data.shards.job import TokenizeRequest
 from trainer.data.shards.manifest import MANIFEST, checksum, read_manifest, tokens_path
-from trainer.data.shards.writer import TokenizeRequest, tokenize
+from trainer.data.shards.writer import tokenize
 from trainer.errors import UserError
 
 
@@ -54,6 +57,32 @@ def test_an_interrupted_run_is_taken_up_where_it_stopped(request_, monkeypatch, 
     assert tokenize(request_, lambda line: None) == whole
     assert written == [shard.name for shard in whole.shards[num_done:]]
     assert contents(request_.folder) == expected
+
+
+def test_shards_of_another_size_do_not_join_those_that_are_there(request_):
+    """Nine pages are three shards of three as well as of four."""
+    for i in range(5, 9):
+        write_jsonl_texts(request_.folder.parent / "src" / f"{i}.jsonl", texts(20, str(i)))
+    num_bytes = sum(path.stat().st_size for path in (request_.folder.parent / "src").iterdir())
+    first = replace(request_, shard_bytes=num_bytes // 3 + 9)
+    assert len(tokenize(first, lambda line: None).shards) == 3
+    with pytest.raises(UserError, match=r"begun with another size of shards \(3, now 4\)"):
+        tokenize(replace(request_, shard_bytes=num_bytes * 4 // 9 + 9), lambda line: None)
+
+
+def test_a_damaged_record_is_made_again(request_):
+    whole = tokenize(request_, lambda line: None)
+    (request_.folder / "shard-00001.json").write_text('{"name": ')
+    assert tokenize(request_, lambda line: None) == whole
+
+
+def test_compressed_files_give_the_shards_of_plain_ones(request_, tmp_path):
+    (tmp_path / "packed").mkdir()
+    for path in (tmp_path / "src").iterdir():
+        (tmp_path / "packed" / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    source = TextFilesSource(path=str(tmp_path / "packed"), block_kib=1)
+    packed = tokenize(TokenizeRequest(source, tmp_path / "b", None, 1, 1), lambda line: None)
+    assert packed.shards == tokenize(request_, lambda line: None).shards
 
 
 def test_a_shard_that_was_lost_is_made_again(request_):

@@ -12,7 +12,8 @@ from tests.support.texts import (
     write_parquet_texts,
 )
 from trainer.data.packing import deal
-from trainer.data.shards.writer import TokenizeRequest, tokenize
+from trainer.data.shards.job import TokenizeRequest
+from trainer.data.shards.writer import tokenize
 from trainer.data.text import hub
 from trainer.errors import UserError
 

@@ -1,0 +1,79 @@
+"""The folder that `trainer tokenize` writes into: begun by one command, and by one at a time.
+
+Owns the plan (`plan.json`), which says what the shards were begun with, and the lock. `writer.py`
+fills the folder.
+"""
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from trainer.data.shards.manifest import write_json
+from trainer.errors import UserError
+
+PLAN = "plan.json"
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder and hold it while shards are written; the system lets go of it if we die.
+
+    Raises:
+        UserError: another process writes into it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise UserError(
+            f"DST={str(folder)!r} cannot be written ({error.strerror}): give another folder"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"DST={str(folder)!r} is being written by another 'trainer tokenize': wait for it, "
+                "or give another folder"
+            ) from error
+        yield
+
+
+def begin(folder: Path, plan: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write the plan and the tokenizer, or check that the folder's plan is this one.
+
+    The plan is written first and the tokenizer until it is whole, so that a folder can be gone on
+    with, wherever its first command was stopped.
+
+    Raises:
+        UserError: the folder holds something else, or shards of another plan.
+    """
+    path = folder / PLAN
+    if path.exists():
+        _compare(folder, json.loads(path.read_text()), plan)
+    elif any(entry.name not in (LOCK, f"{PLAN}.partial") for entry in folder.iterdir()):
+        raise UserError(
+            f"DST={str(folder)!r} is not empty and holds no token shards: give a new or empty "
+            "folder"
+        )
+    else:
+        write_json(path, plan)
+    if not (folder / "tokenizer").exists():
+        partial = folder / "tokenizer.partial"
+        tokenizer.save_pretrained(partial)
+        partial.rename(folder / "tokenizer")
+
+
+def _compare(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
+    for name, value in plan.items():
+        if found.get(name) != value:
+            raise UserError(
+                f"DST={str(folder)!r} was begun with another {name} ({found.get(name)}, now "
+                f"{value}): give another folder, or empty this one"
+            )
