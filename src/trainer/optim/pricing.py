@@ -70,6 +70,20 @@ class Price:
     kernels: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How a step passes over momentum and weights.
+
+    Attributes:
+        is_by_table: One kernel visits a chunk's matrices without temporaries and writes stacks
+            normalized, as on a GPU; False: parameter by parameter.
+        is_cautious: `cautious_wd`, whose updates are applied parameter by parameter.
+    """
+
+    is_by_table: bool = True
+    is_cautious: bool = False
+
+
 def price_plan(
     plan: Plan,
     groups: Sequence[PlannedGroup],
@@ -77,6 +91,7 @@ def price_plan(
     *,
     steps: int = 5,
     coefficients: CoefficientTable = "quintic",
+    passes: Passes = Passes(),
 ) -> Price:
     """Price a plan.
 
@@ -86,6 +101,7 @@ def price_plan(
         kernels: The choice for each bucket, from the same call.
         steps: `ns_steps`.
         coefficients: `ns_coefficients`.
+        passes: How the elementwise passes run.
     """
     dtype = NS_DTYPES[plan.options.ns_dtype]
     sent: dict[str, int] = {}
@@ -100,7 +116,7 @@ def price_plan(
         work = newton_schulz_workspace_bytes(
             shape, steps=steps, coefficients=coefficients, dtype=dtype, kernel=kernel
         )
-        held.append(_held_bytes(bucket, chunk, work, plan.options.ns_dtype))
+        held.append(_held_bytes(bucket, chunk, work, plan.options.ns_dtype, passes))
         for axis, count in _sent_bytes(bucket, chunk, plan.options.ns_dtype).items():
             sent[axis] = sent.get(axis, 0) + count
     names = {f"{b.rows}x{b.cols}": f"{b.kernel} ({b.kernel_reason})" for b in plan.buckets}
@@ -158,47 +174,77 @@ def _sent_bytes(bucket: Bucket, chunk: Chunk, ns_dtype: str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Held:
-    """Bytes that a chunk holds at each stage of the pipeline."""
+    """Bytes of a chunk in the pipeline: the most within each stage, and what is left behind it."""
 
     entering: int
+    entered: int
     turning: int
+    turned: int
     sharing: int
+    shared: int
     finishing: int
 
 
-def _held_bytes(bucket: Bucket, chunk: Chunk, workspace: int, ns_dtype: str) -> _Held:
-    # Stacks built here are normalized as they are written and serve as one of the iteration's two
-    # buffers (on a GPU); those joined from slabs are copied once more.
+_NOTHING = _Held(0, 0, 0, 0, 0, 0, 0)
+
+
+def _held_bytes(
+    bucket: Bucket, chunk: Chunk, workspace: int, ns_dtype: str, passes: Passes
+) -> _Held:
+    """Count a chunk's buffers through `pipeline.StackedStep`, stage by stage."""
     size = BYTES[ns_dtype]
     slab = bucket.local_matrix_shape[0] * bucket.local_matrix_shape[1]
     stack = size * bucket.owned_here(chunk) * bucket.rows * bucket.cols
     share = size * bucket.share(chunk, bucket.replica_rank) * slab
-    gathered = size * (chunk.stop - chunk.start) * slab if bucket.num_replicas > 1 else 0
-    if not bucket.is_exchanged:
-        return _Held(stack, workspace, stack, 0)
+    apart = _pass_bytes(bucket, chunk, passes)
     if bucket.num_shards == 1:
-        return _Held(stack, workspace, stack + gathered, stack + gathered)
+        entering, turned = stack + apart, stack
+        # A normalized stack is one of the iteration's two buffers, which the workspace counts;
+        # another is copied into it.
+        turning = workspace + (0 if passes.is_by_table else stack)
+    else:
+        entering, turned = max(share + apart, share + stack), stack + share
+        # Received slabs and the stack joined from them; that stack, copied to be normalized; the
+        # result, cut up anew, and what is received for it.
+        turning = max(stack + max(stack, workspace), stack + turned)
+    entered = stack if bucket.num_shards == 1 else share + stack
+    if bucket.num_replicas == 1:
+        leaves_early = not bucket.is_exchanged
+        sharing = turned + (apart if leaves_early else 0)
+        shared, finishing = (0, 0) if leaves_early else (share, share + apart)
+        return _Held(entering, entered, turning, turned, sharing, shared, finishing)
+    part = size * slab * max(bucket.share(chunk, r) for r in range(bucket.num_replicas))
+    gathered = part * bucket.num_replicas
+    sharing = max(turned, share + part, part + gathered)
     return _Held(
-        entering=share + stack,
-        turning=stack + max(stack, workspace) + share,
-        sharing=stack + share + gathered,
-        finishing=share + gathered,
+        entering, entered, turning, turned, sharing, part + gathered, part + gathered + apart
     )
 
 
+def _pass_bytes(bucket: Bucket, chunk: Chunk, passes: Passes) -> int:
+    """Return temporaries of the elementwise passes: one parameter's at a time."""
+    slab = bucket.local_matrix_shape[0] * bucket.local_matrix_shape[1]
+    segments = bucket.segments(chunk.start, chunk.stop)
+    elements = slab * max((segment.stop - segment.start for segment in segments), default=0)
+    if passes.is_cautious:
+        # What opposes its weight, the decay of each element, that masked, and the new weight.
+        return elements * (1 + 3 * BYTES[bucket.dtype])
+    return 0 if passes.is_by_table else elements * BYTES[bucket.dtype]
+
+
 def _peak(held: Sequence[_Held]) -> int:
-    """Return the most held at once, neighbours in the pipeline counted together."""
-    nothing = _Held(0, 0, 0, 0)
-    padded = [nothing] * 3 + list(held) + [nothing] * 3
+    """Return the most held at once: in each tick four chunks advance, the latest first."""
+    padded = [_NOTHING] * 3 + list(held) + [_NOTHING] * 3
+    ticks = zip(padded[3:], padded[2:], padded[1:], padded, strict=False)
+    return max((_tick_peak(*chunks) for chunks in ticks), default=0)
+
+
+def _tick_peak(first: _Held, second: _Held, third: _Held, fourth: _Held) -> int:
     return max(
-        (
-            padded[i].entering
-            + padded[i - 1].turning
-            + padded[i - 2].sharing
-            + padded[i - 3].finishing
-            for i in range(3, len(padded))
-        ),
-        default=0,
+        first.entering + second.entered + third.turned + fourth.shared,
+        first.entered + second.turning + third.turned + fourth.shared,
+        first.entered + second.turned + third.sharing + fourth.shared,
+        first.entered + second.turned + third.shared + fourth.finishing,
     )
 
 
