@@ -35,6 +35,15 @@ class ReasoningGymRows:
         item = self.item(index)
         if item["answer"] is None:
             raise BadRow("no_answer", "the task gives no answer to this item: use another task")
+        answer = {"role": "assistant", "content": str(item["answer"])}
+        return {"messages": [*self.question(item), answer]}
+
+    def question(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the turns before an item's answer.
+
+        Raises:
+            UserError: the template names a field that the task does not give.
+        """
         fields = {**item["metadata"], "question": item["question"]}
         try:
             question = self._config.template.format(**fields)
@@ -45,9 +54,7 @@ class ReasoningGymRows:
             ) from None
         system = self._config.system
         turns = [] if system is None else [{"role": "system", "content": system}]
-        turns.append({"role": "user", "content": question})
-        turns.append({"role": "assistant", "content": str(item["answer"])})
-        return {"messages": turns}
+        return [*turns, {"role": "user", "content": question}]
 
     def where(self, index: int) -> str:
         """Return task, seed and item."""

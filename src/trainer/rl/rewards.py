@@ -89,12 +89,18 @@ def exact_match(sample: Sample, *, ignore_case: bool = False) -> float:
 
 
 def math_equal(sample: Sample, *, timeout_s: int) -> float:
-    """Return 1.0 if math-verify takes the answer for the reference; LaTeX or plain."""
+    """Return 1.0 if math-verify takes the answer for the reference; LaTeX or plain.
+
+    Raises:
+        ValueError: it cannot read the reference, which no answer could then equal.
+    """
     from math_verify import parse, verify
 
+    reference = parse(as_math(sample.reference), parsing_timeout=timeout_s)
+    if not reference:
+        raise ValueError(f"math-verify reads no value in the reference {sample.reference!r}")
     if sample.answer is None:
         return 0.0
-    reference = parse(as_math(sample.reference), parsing_timeout=timeout_s)
     answer = parse(as_math(sample.answer), parsing_timeout=timeout_s)
     return float(verify(reference, answer, timeout_seconds=timeout_s))
 

@@ -27,6 +27,12 @@ def test_math_verify_compares_values(answer, reference, expected):
     assert build_reward(MathVerifyReward()).score(make_sample(answer, reference)) == expected
 
 
+@pytest.mark.parametrize("reference", ["", "\x00"])
+def test_a_reference_that_math_verify_cannot_read_is_a_failure(reference):
+    with pytest.raises(ValueError, match="reads no value in the reference"):
+        build_reward(MathVerifyReward()).score(make_sample("1", reference))
+
+
 def test_task_rewards_are_the_task_s_own():
     sample = make_sample("4", score_task=lambda answer: 0.25 if answer == "4" else 0.0)
     reward = build_reward(TaskReward(weight=0.5))

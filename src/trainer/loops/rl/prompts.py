@@ -16,7 +16,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from trainer.config import RLConfig
-from trainer.config.data import DataConfig
+from trainer.config.data import DataConfig, Source
+from trainer.config.rl import ExactMatchReward, MathVerifyReward
 from trainer.data.encode import SampleEncoder
 from trainer.data.order import RowOrder
 from trainer.data.reasoning_gym import ReasoningGymRows
@@ -54,10 +55,17 @@ class Prompt:
 
 
 class TaskRows:
-    """Items of a reasoning-gym task that carry the task's scoring."""
+    """Items of a reasoning-gym task that carry the task's scoring.
 
-    def __init__(self, rows: ReasoningGymRows) -> None:
+    Args:
+        rows: Of the task.
+        needs_answers: Whether a reward compares with the reference answer. Without one, items that
+            the task can score and gives no answer to are prompts too.
+    """
+
+    def __init__(self, rows: ReasoningGymRows, *, needs_answers: bool) -> None:
         self._rows = rows
+        self._needs_answers = needs_answers
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -65,7 +73,10 @@ class TaskRows:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         item = self._rows.item(index)
         score = partial(self._rows.task.score_answer, entry=item)
-        return {**self._rows[index], "metadata": item["metadata"], SCORE_TASK: score}
+        scored = {"metadata": item["metadata"], SCORE_TASK: score}
+        if item["answer"] is None and not self._needs_answers:
+            return {"messages": self._rows.question(item), "answer": "", **scored}
+        return {**self._rows[index], **scored}
 
     def where(self, index: int) -> str:
         """Return task, seed and item."""
@@ -295,9 +306,11 @@ def reference_text(answer: Any) -> str:
 
 def _split(config: RLConfig) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
     """Return the sources of training and of held-out prompts."""
-    train = _open(config.env.source, "env.source")
+    rewards = config.env.rewards
+    needs_answers = any(isinstance(r, ExactMatchReward | MathVerifyReward) for r in rewards)
+    train = _open(config.env.source, "env.source", needs_answers)
     if config.val.source is not None:
-        return train, _open(config.val.source, "val.source")
+        return train, _open(config.val.source, "val.source", needs_answers)
     if config.val.fraction == 0:
         return train, ()
     kept, held_out = [], []
@@ -313,9 +326,9 @@ def _split(config: RLConfig) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
     return tuple(kept), tuple(held_out)
 
 
-def _open(source: Any, field: str) -> tuple[Rows, ...]:
+def _open(source: Source, field: str, needs_answers: bool) -> tuple[Rows, ...]:
     return tuple(
-        TaskRows(rows) if isinstance(rows, ReasoningGymRows) else rows
+        TaskRows(rows, needs_answers=needs_answers) if isinstance(rows, ReasoningGymRows) else rows
         for rows in open_sources(source, field)
     )
 

@@ -132,6 +132,18 @@ def test_tasks_bring_their_own_scoring(tmp_path):
     assert prompt.row["metadata"]["word"] == prompt.reference[::-1]
 
 
+def test_a_task_that_scores_without_answers_gives_prompts(tmp_path):
+    source = {"type": "reasoning_gym", "task": "rush_hour", "size": 3}
+    changes = {"data": {"seq_len": 2048}, "val": {"source": None}}
+    config = rl_config(tmp_path, env={"source": source}, **changes)
+    (prompt,) = setup_prompts(config, TOKENIZER).train.next_prompts(1)
+    assert prompt.reference == ""
+    assert prompt.score_task("no move") < 0.1
+    config = rl_config(tmp_path, env=EXACT | {"source": source}, **changes)
+    with pytest.raises(UserError, match=r"rush_hour\(seed=0\): item \d: .*gives no answer"):
+        setup_prompts(config, TOKENIZER).train.next_prompts(1)
+
+
 def test_no_held_out_question_is_trained_on(tmp_path):
     config = rl_config(tmp_path, val={"source": None, "fraction": 0.3, "num_prompts": 4})
     prompts = setup_prompts(config, TOKENIZER)
