@@ -15,8 +15,19 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.data.rows import BadRow, ChatRow, Message
+from trainer.errors import UserError
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GIVEN_TO_TEMPLATES = {
+    *("messages", "tools", "documents", "conversations", "chat_template"),
+    *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+}
+"""What rendering itself passes to a template."""
+_TEMPLATE_FAILURES = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+"""What a template can raise over a row: Jinja's own errors, and Python's from its expressions."""
 Span = tuple[int, int]
 
 
@@ -43,10 +54,14 @@ class ChatRenderer:
 
     Args:
         tokenizer: gives the template and the special tokens.
-        variables: further variables for the template.
+        variables: further variables for the template (`data.template_kwargs`).
+
+    Raises:
+        UserError: a variable is one that every template gets, or that this one does not mention.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: dict[str, Any]) -> None:
+        _check_variables(variables, str(tokenizer.chat_template or ""))
         self._tokenizer = tokenizer
         self._variables = {**tokenizer.special_tokens_map, **variables}
         self._turn_ends = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
@@ -141,10 +156,48 @@ class ChatRenderer:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"data.tokenizer: its chat template {_fault(error)}") from error
+        except _TEMPLATE_FAILURES as error:
             raise BadRow("template", f"the chat template refuses the row: {error}") from error
         texts, spans = rendered
         return Rendering(texts[0], tuple(spans[0]) if has_marks else ())
+
+
+def check_template(template: str, field: str) -> None:
+    """Refuse a template that is no Jinja, before any row is blamed for it.
+
+    Args:
+        template: text of the template.
+        field: what the user gave, with its value, for the message.
+
+    Raises:
+        UserError: it does not compile.
+    """
+    try:
+        render_jinja_template([[{"role": "user", "content": ""}]], chat_template=template)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"{field} {_fault(error)}") from error
+    except _TEMPLATE_FAILURES:
+        pass  # It compiles, and may refuse this conversation and take the rows.
+
+
+def _fault(error: jinja2.TemplateSyntaxError) -> str:
+    return f"is no valid Jinja (line {error.lineno}: {error.message}): mend the template"
+
+
+def _check_variables(variables: dict[str, Any], templates: str) -> None:
+    for name in variables:
+        if name in _GIVEN_TO_TEMPLATES:
+            raise UserError(
+                f"data.template_kwargs.{name}: every chat template gets {name} from the row and "
+                "the trainer; remove it"
+            )
+        if not re.search(rf"\b{re.escape(name)}\b", templates):
+            raise UserError(
+                f"data.template_kwargs.{name}={variables[name]!r}: the chat template does not "
+                "mention it, so it would have no effect; correct the name, or remove it"
+            )
 
 
 def _common_length(first: str, second: str) -> int:

@@ -63,6 +63,14 @@ class SampleEncoder:
         return [*self._start_ids, *self._encode(row.prompt).ids]
 
     def _encode(self, text: str) -> Encoding:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRow(
+                "not_unicode",
+                f"the text holds half a surrogate pair ({error.reason} at character "
+                f"{error.start}): mend the escape, or remove it",
+            ) from error
         return self._backend.encode(text, add_special_tokens=False)
 
     def _encode_text(self, row: TextRow) -> Sample:

@@ -110,8 +110,8 @@ def pack_rows(
         packs.append(Pack(tuple(documents)))
     if sources and not packs:
         raise UserError(
-            f"val: none of the validation rows can be used ({dict(reader.counts)}): give rows that "
-            "can, or change data.overlong or data.seq_len"
+            f"val: none of the validation rows can be used ({reader.left_out}): mend them, or give "
+            "others"
         )
     return packs
 

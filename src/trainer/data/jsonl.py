@@ -14,6 +14,7 @@ import numpy as np
 from trainer.data.rows import BadRow
 
 _CHUNK_BYTES = 1 << 26
+_WHITE_SPACE = np.frombuffer(b" \t\r\n", dtype=np.uint8)
 
 
 class JsonLines:
@@ -27,9 +28,8 @@ class JsonLines:
         self._path = path
         self._bytes = _map(path)
         self._starts = _line_starts(self._bytes)
-        lengths = np.diff(self._starts)
-        self._lines = np.flatnonzero(lengths > 2)
-        """Indices of the lines that can hold an object and its newline."""
+        self._lines = _filled_lines(self._bytes, self._starts)
+        """Indices of the lines that are not blank."""
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -43,8 +43,9 @@ class JsonLines:
         line = self._lines[index]
         content = self._bytes[self._starts[line] : self._starts[line + 1]]
         try:
-            row = json.loads(content.decode("utf-8-sig"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            row = json.loads(content.decode("utf-8-sig").rstrip())
+        # Also a number of thousands of digits, and lists in lists by the thousand.
+        except (ValueError, RecursionError) as error:
             raise BadRow(
                 "not_json", f"the line is not JSON ({error}): mend it or remove it"
             ) from None
@@ -76,3 +77,16 @@ def _line_starts(content: mmap.mmap | bytes) -> np.ndarray:
     if not ends_in_newline:
         starts.append(np.asarray([len(content)], dtype=np.int64))
     return np.concatenate(starts)
+
+
+def _filled_lines(content: mmap.mmap | bytes, starts: np.ndarray) -> np.ndarray:
+    """Return the indices of the lines that hold more than white space; int64.
+
+    Only lines that begin with white space are looked at whole.
+    """
+    filled = np.diff(starts) > 0
+    if len(content):
+        begin = np.frombuffer(content, dtype=np.uint8)[np.minimum(starts[:-1], len(content) - 1)]
+        for line in np.flatnonzero(filled & np.isin(begin, _WHITE_SPACE)):
+            filled[line] = bool(content[starts[line] : starts[line + 1]].strip())
+    return np.flatnonzero(filled)

@@ -5,7 +5,6 @@ order. Read `stream.py` next.
 """
 
 from collections import Counter
-from typing import NoReturn
 
 from trainer.config.data import DataConfig
 from trainer.data.encode import SampleEncoder
@@ -32,11 +31,18 @@ class RowReader:
         self._config = config
         self._excluded = excluded
         self.counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+        """For each reason for leaving rows out, the first that was, and why."""
 
     @property
     def num_excluded(self) -> int:
         """Question keys that are passed over."""
         return len(self._excluded)
+
+    @property
+    def left_out(self) -> str:
+        """An example for each reason why rows were left out, for messages."""
+        return "; ".join(self._examples.values())
 
     def parse(self, rows: Rows, index: int) -> Row | None:
         """Return a row, or None if it is bad and `data.on_bad_row` says skip.
@@ -61,14 +67,14 @@ class RowReader:
         if row is None:
             return []
         if self._excluded and not self._excluded.isdisjoint(question_keys(row)):
-            self.counts["held_out"] += 1
+            self._leave_out("held_out", f"{rows.where(index)}: its question is held out by val")
             return []
         try:
             samples = self._encoder.encode(row)
         except BadRow as error:
             self._on_bad_row(error, rows.where(index))
             return []
-        samples = [self._fit(sample, rows, index) for sample in samples]
+        samples = [self._fit(sample, row.weight, rows.where(index)) for sample in samples]
         kept = [Document.from_sample(sample, source) for sample in samples if sample is not None]
         self.counts["samples"] += len(kept)
         return kept
@@ -78,29 +84,38 @@ class RowReader:
             raise UserError(
                 f"{where}: {error} (or set data.on_bad_row = 'skip' to leave such rows out)"
             ) from error
-        self.counts[f"bad_rows/{error.reason}"] += 1
+        self._leave_out(f"bad_rows/{error.reason}", f"{where}: {error}")
 
-    def _fit(self, sample: Sample, rows: Rows, index: int) -> Sample | None:
+    def _leave_out(self, reason: str, example: str) -> None:
+        self.counts[reason] += 1
+        self._examples.setdefault(reason, example)
+
+    def _fit(self, sample: Sample, weight: float, where: str) -> Sample | None:
         """Apply `data.overlong`; None if nothing is left to train."""
-        seq_len = self._config.seq_len
+        seq_len, whole = self._config.seq_len, sample
         if len(sample) > seq_len and not self._config.split_samples:
+            too_long = f"{where}: {len(sample)} tokens exceed data.seq_len={seq_len}"
             match self._config.overlong:
                 case "error":
-                    _refuse_overlong(sample, rows.where(index), seq_len)
+                    raise UserError(
+                        f"{too_long}: raise data.seq_len, or set data.overlong = 'drop' or "
+                        "'truncate', or data.split_samples = true"
+                    )
                 case "drop":
-                    self.counts["overlong/dropped"] += 1
+                    self._leave_out("overlong/dropped", f"{too_long} and data.overlong='drop'")
                     return None
                 case "truncate":
                     self.counts["overlong/truncated"] += 1
                     sample = sample.truncate(seq_len)
         if sample.num_trained == 0:
-            self.counts["nothing_trained"] += 1
+            self._leave_out("nothing_trained", f"{where}: {_why_untrained(whole, weight, seq_len)}")
             return None
         return sample
 
 
-def _refuse_overlong(sample: Sample, where: str, seq_len: int) -> NoReturn:
-    raise UserError(
-        f"{where}: {len(sample)} tokens exceed data.seq_len={seq_len}: raise data.seq_len, or set "
-        "data.overlong = 'drop' or 'truncate', or data.split_samples = true"
-    )
+def _why_untrained(sample: Sample, weight: float, seq_len: int) -> str:
+    if weight == 0:
+        return "its weight is 0"
+    if sample.num_trained:
+        return f"what is trained of it lies behind data.seq_len={seq_len}, where it is truncated"
+    return "it has no token with a token before it to predict it from"

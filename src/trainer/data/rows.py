@@ -6,12 +6,16 @@ Owns the two row kinds and the checks on their fields. Does not know files (`sou
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 Message = dict[str, Any]
+WEIGHTS = 1e-30, 1e30
+"""Between these a weight, and the sum of many, keeps its precision in float32."""
+
+
+WHAT_A_TURN_SAYS = {"content", "tool_calls", "reasoning_content"}
 
 
 class BadRow(Exception):  # noqa: N818 - becomes a UserError, or a count, where the policy is known
@@ -106,7 +110,8 @@ def question_keys(row: Row) -> list[bytes]:
 
 
 def _extend_hash(hashed: hashlib.blake2b, value: Any) -> hashlib.blake2b:
-    hashed.update(json.dumps(value, sort_keys=True).encode())
+    # Rows of Parquet may hold what JSON does not, such as dates.
+    hashed.update(json.dumps(value, sort_keys=True, default=str).encode())
     return hashed
 
 
@@ -134,6 +139,11 @@ def parse_row(raw: Mapping[str, Any]) -> Row:
         if not completion:
             raise BadRow("empty_completion", "completion='' leaves nothing to train: give it text")
         return TextRow(prompt, completion, weight)
+    for name, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, str | list | tuple):
+            raise BadRow(
+                name, f"{name}={value!r} is a {type(value).__name__}: give text or a list of turns"
+            )
     if isinstance(prompt, str) or isinstance(completion, str):
         raise BadRow(
             "mixed_prompt",
@@ -146,13 +156,15 @@ def parse_row(raw: Mapping[str, Any]) -> Row:
 def _parse_weight(weight: Any) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise BadRow("weight", f"weight={weight!r} is not a number: give one, at least 0")
-    if not math.isfinite(weight) or weight < 0:
-        raise BadRow("weight", f"weight={weight!r}: give a finite number, at least 0")
+    low, high = WEIGHTS
+    if weight != 0 and not low <= weight <= high:
+        shown = f"{weight!r:.24}" + ("…" if len(repr(weight)) > 24 else "")
+        raise BadRow("weight", f"weight={shown}: give 0, or a number from {low:g} to {high:g}")
     return float(weight)
 
 
 def _parse_chat(turns: Any, context: Any, tools: Any, weight: float) -> ChatRow:
-    messages = tuple(_parse_message(m) for m in [*_as_list(context), *_as_list(turns)])
+    messages = tuple(_parse_message(m) for m in [*context, *_as_list(turns, "messages")])
     row = ChatRow(messages, _parse_tools(tools), len(context), weight)
     if not row.assistant_turns:
         roles = [message["role"] for message in messages]
@@ -164,19 +176,26 @@ def _parse_chat(turns: Any, context: Any, tools: Any, weight: float) -> ChatRow:
     return row
 
 
-def _as_list(turns: Any) -> list[Any]:
-    if not isinstance(turns, list | tuple):
-        raise BadRow("messages", f"messages is a {type(turns).__name__}: give a list of turns")
-    return list(turns)
+def _as_list(value: Any, field: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise BadRow(field, f"{field} is a {type(value).__name__}: give a list")
+    return list(value)
 
 
 def _parse_message(message: Any) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRow("messages", f"{message!r} is not a turn: give an object with role and content")
     kept = {key: value for key, value in message.items() if value is not None}
+    if not kept.keys() & WHAT_A_TURN_SAYS:
+        raise BadRow(
+            "no_content",
+            f"the {kept['role']} turn has the fields {sorted(kept)}: it needs content (text, which "
+            "may be empty), or tool_calls or reasoning_content in its place",
+        )
     kept["content"] = _parse_content(kept.get("content", ""))
     if "tool_calls" in kept:
-        kept["tool_calls"] = [_parse_tool_call(call) for call in _as_list(kept["tool_calls"])]
+        calls = _as_list(kept["tool_calls"], "tool_calls")
+        kept["tool_calls"] = [_parse_tool_call(call) for call in calls]
     return kept
 
 
@@ -217,5 +236,5 @@ def _parse_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
 def _parse_json(field: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow(field, f"{field} holds {text!r}, which is not JSON: {error}") from None

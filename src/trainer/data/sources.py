@@ -129,7 +129,7 @@ def open_sources(source: Source, field: str) -> tuple[Rows, ...]:
     """
     if isinstance(source, MixSource):
         parts = enumerate(source.sources)
-        return tuple(open_rows(part, f"{field}.sources.{i}") for i, part in parts)
+        return tuple(open_rows(part, f"{field}.sources[{i}]") for i, part in parts)
     return (open_rows(source, field),)
 
 
@@ -153,10 +153,10 @@ def _open_files(source: FilesSource, field: str) -> Rows:
     path = Path(source.path)
     if not path.exists():
         raise UserError(f"{field}.path={source.path!r} does not exist: give a file or folder")
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    files = [file for file in files if file.suffix in _SUFFIXES]
+    files = [path] if not path.is_dir() else _files_under(path)
+    files = [file for file in files if file.suffix.lower() in _SUFFIXES and file.is_file()]
     if not files:
-        found = "is of another kind" if path.is_file() else "holds no such file"
+        found = "holds no such file" if path.is_dir() else "is of another kind"
         raise UserError(
             f"{field}.path={source.path!r} {found}: give a .jsonl or .parquet file, or a folder "
             "of them"
@@ -164,30 +164,53 @@ def _open_files(source: FilesSource, field: str) -> Rows:
     return ChainedRows([_open_file(file, field) for file in files])
 
 
+def _files_under(folder: Path) -> list[Path]:
+    """Return the files below a folder in order; hidden ones belong to editors and systems."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+
+
 def _open_file(path: Path, field: str) -> Rows:
-    return JsonLines(path) if path.suffix == ".jsonl" else _open_parquet(path, field)
+    if path.suffix.lower() == ".parquet":
+        return _open_parquet(path, field)
+    try:
+        return JsonLines(path)
+    except OSError as error:
+        raise UserError(
+            f"{field}.path: {path} cannot be read ({error.strerror}): make it readable"
+        ) from error
 
 
 def _open_parquet(path: Path, field: str) -> Rows:
     import pyarrow
     import pyarrow.parquet
+    from datasets.exceptions import DatasetsError
 
     try:
-        pyarrow.parquet.read_metadata(path)
-    except (pyarrow.ArrowException, OSError) as error:
+        if not pyarrow.parquet.read_metadata(path).num_rows:
+            return ChainedRows([])
+        table = _load_table("parquet", data_files=str(path), split="train")
+    except (pyarrow.ArrowException, DatasetsError, OSError) as error:
         raise UserError(
-            f"{field}.path: {path} is not a readable Parquet file ({error}): replace it"
+            f"{field}.path: {path} is not a readable Parquet file ({error.__cause__ or error}): "
+            "replace it"
         ) from error
-    return TableRows(_load_table("parquet", data_files=str(path), split="train"), str(path))
+    return TableRows(table, str(path))
 
 
 def _open_hub(source: HubSource, field: str) -> Rows:
+    from datasets.exceptions import DatasetsError
+
     try:
         table = _load_table(source.name, source.subset, split=source.split)
-    except (OSError, ValueError, ConnectionError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
             f"{field}.name={source.name!r} (subset={source.subset!r}, split={source.split!r}) "
-            f"cannot be loaded: {error}"
+            f"cannot be loaded ({error}): correct name, subset and split, check the network, or "
+            f"write the data to Parquet and set {field}.type = 'files'"
         ) from error
     return TableRows(table, f"{source.name}[{source.split}]")
 

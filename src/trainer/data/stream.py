@@ -148,9 +148,10 @@ class SFTStream:
                 self._order.keep(source)
                 self._pending += [Pending(draw, i, 0, d) for i, d in enumerate(documents)]
                 return
+        name = f"data.source.sources[{source}]" if len(self._sources) > 1 else "data.source"
         raise UserError(
-            f"data.source: none of its {len(self._sources[source])} rows can be used "
-            f"({self.counts}): give rows that can, or change data.overlong or data.seq_len"
+            f"{name}: none of its {len(self._sources[source])} rows can be used "
+            f"({self._reader.left_out}): mend them, or give others"
         )
 
     def _documents(self, draw: Draw) -> list[Document]:

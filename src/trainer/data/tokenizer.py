@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.config.data import DataConfig
+from trainer.data.chat import check_template
 from trainer.errors import UserError
 from trainer.origin import companions
 
@@ -58,7 +59,7 @@ def setup_tokenizer(config: DataConfig, model_name: str | None) -> PreTrainedTok
         model_name: `model.name`.
 
     Raises:
-        UserError: as `choose_tokenizer`, or the template cannot be read.
+        UserError: as `choose_tokenizer`, or the template cannot be read or is no Jinja.
     """
     tokenizer = choose_tokenizer(config.tokenizer, model_name)
     if config.chat_template is not None:
@@ -119,9 +120,11 @@ def _first_line(error: Exception) -> str:
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
+        template = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"data.chat_template={path!r} cannot be read ({error.strerror}): give the path of a "
-            "Jinja file"
+            f"data.chat_template={path!r} cannot be read ({reason}): give the path of a Jinja file"
         ) from error
+    check_template(template, f"data.chat_template={path!r}")
+    return template

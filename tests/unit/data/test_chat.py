@@ -10,6 +10,7 @@ from tests.support.tokenizers import (
 )
 from trainer.data.chat import ChatRenderer, Rendering
 from trainer.data.rows import BadRow, ChatRow, parse_row
+from trainer.errors import UserError
 
 
 def conversation(*turns: tuple[str, str], **fields: object) -> ChatRow:
@@ -146,3 +147,26 @@ def test_template_variables_reach_the_template() -> None:
     template = "{{ greeting }}{%- for m in messages %}{{ m.content }}{%- endfor %}"
     renderer = ChatRenderer(byte_tokenizer(template), {"greeting": "hello "})
     assert renderer.prompt(TWO_TURNS.messages[:1], None) == "hello q1"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("greting", r"data\.template_kwargs\.greting='x': the chat template does not mention it"),
+        ("messages", r"data\.template_kwargs\.messages: every chat template gets messages"),
+    ],
+)
+def test_a_variable_without_effect_is_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ChatRenderer(byte_tokenizer("{{ greeting }}"), {name: "x"})
+
+
+def test_a_broken_template_of_the_tokenizer_is_not_blamed_on_a_row() -> None:
+    with pytest.raises(UserError, match=r"data\.tokenizer: its chat template is no valid Jinja"):
+        ChatRenderer(byte_tokenizer("{% if"), {}).prompt(TWO_TURNS.messages[:1], None)
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[9].role }}", "{{ x.y }}"])
+def test_what_a_template_cannot_do_with_a_row_makes_it_a_bad_row(template: str) -> None:
+    with pytest.raises(BadRow, match="the chat template refuses the row"):
+        ChatRenderer(byte_tokenizer(template), {}).prompt(TWO_TURNS.messages[:1], None)

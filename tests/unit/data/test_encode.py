@@ -119,6 +119,11 @@ def test_prompt_ids_are_the_start_of_the_sample_up_to_the_trained_tokens(raw: di
     assert encoder.prompt_ids(parse_row(raw)) == sample.ids[:first].tolist()
 
 
+def test_half_a_surrogate_pair_makes_a_bad_row() -> None:
+    with pytest.raises(BadRow, match="half a surrogate pair"):
+        encode(byte_tokenizer(), chat("q\ud800", "a"))
+
+
 def test_row_weights_scale_every_trained_token() -> None:
     (sample,) = encode(byte_tokenizer(), {**chat("q", "a"), "weight": 2.0})
     assert set(sample.weights.tolist()) == {0.0, 2.0}

@@ -19,6 +19,14 @@ def test_rows_are_the_lines_with_content(tmp_path: Path, end: str) -> None:
     assert lines.where(1) == f"{tmp_path}/a.jsonl:3"
 
 
+def test_lines_of_white_space_are_no_rows(tmp_path: Path) -> None:
+    lines = JsonLines(
+        write(tmp_path / "a.jsonl", '  \n{"a": 1}\n\t \r\n' + " " * 99 + '\n {"a": 2}')
+    )
+    assert [row["a"] for row in lines] == [1, 2]
+    assert lines.where(1) == f"{tmp_path}/a.jsonl:5"
+
+
 def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
     assert len(JsonLines(write(tmp_path / "a.jsonl", ""))) == 0
 
@@ -35,8 +43,15 @@ def test_lines_across_chunks_are_found(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [(b'{"a": ', "not JSON"), (b'{"a": "\xff"}', "not JSON"), (b"[1, 2]", "holds a list")],
-    ids=["half a line", "no UTF-8", "no object"],
+    [
+        (b'{"a": ', "not JSON"),
+        (b'{"a": "\xff"}', "not JSON"),
+        (b"[1, 2]", "holds a list"),
+        (b"[" * 100_000 + b"]" * 100_000, "not JSON .*recursion"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not JSON .*digits"),
+        (b"x", "not JSON"),
+    ],
+    ids=["half a line", "no UTF-8", "no object", "deep", "thousands of digits", "one letter"],
 )
 def test_a_corrupt_line_is_a_bad_row(tmp_path: Path, line: bytes, message: str) -> None:
     lines = JsonLines(write(tmp_path / "a.jsonl", b'{"a": 1}\n' + line + b"\n"))

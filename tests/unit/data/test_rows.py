@@ -1,3 +1,5 @@
+import datetime
+
 import pytest
 
 from trainer.data.rows import BadRow, ChatRow, TextRow, parse_row, question_key, question_text
@@ -66,6 +68,13 @@ def test_text_parts_are_joined() -> None:
         ({"messages": [USER, ASSISTANT], "weight": "1"}, "weight", "weight='1'"),
         ({"messages": [USER, ASSISTANT], "weight": -1}, "weight", "weight=-1"),
         ({"messages": [USER, ASSISTANT], "weight": float("nan")}, "weight", "weight=nan"),
+        ({"messages": [USER, ASSISTANT], "weight": 1e-40}, "weight", "weight=1e-40: give 0, or"),
+        ({"messages": [USER, ASSISTANT], "weight": 1e39}, "weight", r"to 1e\+30"),
+        ({"messages": [USER, ASSISTANT], "weight": 10**400}, "weight", "weight=10+…: give"),
+        ({"prompt": 1, "completion": "a"}, "prompt", "prompt=1 is a int"),
+        ({"messages": [USER, {"role": "assistant"}]}, "no_content", "assistant turn .*content"),
+        ({"messages": [{"role": "user", "text": "hi"}, ASSISTANT]}, "no_content", "'text'"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": "f"}]}, "tool_calls", "tool_calls is a"),
         ({"messages": [USER, ASSISTANT], "tools": "[1"}, "tools", r"tools holds '\[1'"),
         ({"messages": [USER, ASSISTANT], "tools": [1]}, "tools", r"tools=\[1\]"),
         (
@@ -88,3 +97,11 @@ def test_questions_are_equal_when_all_turns_before_the_answer_are() -> None:
     same = parse_row({"messages": [USER, {"role": "assistant", "content": "other"}]})
     longer = parse_row({"messages": [USER, ASSISTANT, USER, ASSISTANT]})
     assert question_key(first) == question_key(same) != question_key(longer)
+
+
+def test_what_json_lacks_is_part_of_a_question_too() -> None:
+    first, same, other = (
+        parse_row({"messages": [{**USER, "sent": datetime.date(2026, 1, day)}, ASSISTANT]})
+        for day in (1, 1, 2)
+    )
+    assert question_key(first) == question_key(same) != question_key(other)

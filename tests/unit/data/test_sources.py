@@ -26,6 +26,8 @@ def test_a_folder_gives_all_its_files_in_order_of_their_names(tmp_path: Path) ->
     write_jsonl(tmp_path / "rows/a/x.jsonl", ROWS[:2])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "rows/c.parquet")
     (tmp_path / "rows/README.md").write_text("not data")
+    for hidden in ("rows/.b.jsonl", "rows/.saved/x.jsonl"):
+        write_jsonl(tmp_path / hidden, ROWS)
     rows = open_rows(FilesSource(path=str(tmp_path / "rows")), "data.source")
     assert [rows[i] for i in range(len(rows))] == ROWS
     assert rows.where(2) == f"{tmp_path}/rows/b.jsonl:1"
@@ -109,8 +111,18 @@ def test_a_part_of_a_mix_is_named_by_its_place() -> None:
         open_sources(mix, "val.source")
 
 
-def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": []}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet' has no rows"):
+        open_rows(FilesSource(path=str(tmp_path / "a.parquet")), "data.source")
+
+
+@pytest.mark.parametrize("damage", ["cut", "pages"])
+def test_a_broken_parquet_file_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    content = path.read_bytes()
+    path.write_bytes(content[:50] if damage == "cut" else b"PAR1" + b"\xff" * 90 + content[94:])
     with pytest.raises(UserError, match=r"a\.parquet is not a readable Parquet file"):
         open_rows(FilesSource(path=str(tmp_path / "a.parquet")), "data.source")
 

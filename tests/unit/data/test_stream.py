@@ -231,8 +231,24 @@ def test_rows_of_weight_zero_are_left_out() -> None:
 
 
 def test_data_without_a_usable_row_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"none of its 2 rows can be used .*'overlong/dropped': 4"):
-        make_stream([text_rows([33, 40])], overlong="drop").next_packs(1)
+    message = (
+        r"none of its 2 rows can be used \(.*:1: 33 tokens exceed data.seq_len=32 and data.over"
+    )
+    with pytest.raises(UserError, match=message):
+        make_stream([text_rows([33, 40])], overlong="drop", shuffle=False).next_packs(1)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "a", "completion": "b", "weight": 0}, "its weight is 0"),
+        ({"prompt": "a" * 40, "completion": "b"}, "lies behind data.seq_len=32"),
+    ],
+    ids=["no weight", "answer cut off"],
+)
+def test_rows_without_anything_to_train_say_why(row: dict, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        make_stream([ListRows([row])], overlong="truncate").next_packs(1)
 
 
 def test_split_samples_fill_packs_wholly_and_lose_no_target() -> None:

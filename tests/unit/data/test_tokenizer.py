@@ -62,6 +62,26 @@ def test_a_missing_template_file_is_named() -> None:
         setup_tokenizer(with_settings(chat_template="/nowhere.jinja"), None)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"x\n{% for m in messages %}", r"own\.jinja' is no valid Jinja \(line 2: .*endfor"),
+        (b"{{ messages | nothing }}", "is no valid Jinja .*nothing"),
+        (b"\xe9", "own.jinja' cannot be read .*utf-8"),
+    ],
+    ids=["open block", "unknown filter", "no UTF-8"],
+)
+def test_a_template_that_is_no_jinja_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "own.jinja").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        setup_tokenizer(with_settings(chat_template=str(tmp_path / "own.jinja")), None)
+
+
+def test_a_template_may_refuse_other_conversations_than_the_rows(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ 1 // 0 }}")
+    setup_tokenizer(with_settings(chat_template=str(tmp_path / "own.jinja")), None)
+
+
 def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"data\.tokenizer='.*': no tokenizer could be loaded"):
