@@ -27,7 +27,7 @@ def test_math_verify_compares_values(answer, reference, expected):
     assert build_reward(MathVerifyReward()).score(make_sample(answer, reference)) == expected
 
 
-@pytest.mark.parametrize("reference", ["", "\x00"])
+@pytest.mark.parametrize("reference", ["", "  "])
 def test_a_reference_that_math_verify_cannot_read_is_a_failure(reference):
     with pytest.raises(ValueError, match="reads no value in the reference"):
         build_reward(MathVerifyReward()).score(make_sample("1", reference))
