@@ -20,12 +20,15 @@ GROUP = {
 }  # fmt: skip
 
 
-def signs_reversed(stack_BMN) -> torch.Tensor:
+def signs_of_sums(stack_BMN) -> torch.Tensor:
     """Stand in for orthogonalization: exact, scale-free, and wrong on anything but whole matrices.
 
-    Every entry is the sign of the one at the opposite end of its matrix.
+    An entry is the sign of its row's sum times that of its column's. Like orthogonalization it
+    follows a permutation of rows or columns, which strided slabs are joined to.
     """
-    return stack_BMN.flip(1, 2).sign()
+    sums_BMN = stack_BMN.double()
+    signs_BMN = sums_BMN.sum(1, keepdim=True).sign() * sums_BMN.sum(2, keepdim=True).sign()
+    return signs_BMN.to(stack_BMN.dtype)
 
 
 def integers(shape, seed) -> torch.Tensor:
@@ -41,7 +44,7 @@ class Spy:
 
     def orthogonalize(self, stack_BMN, bucket, *, is_normalized) -> torch.Tensor:
         self.num_matrices += len(stack_BMN)
-        return signs_reversed(stack_BMN)
+        return signs_of_sums(stack_BMN)
 
     def meanwhile(self) -> None:
         self.num_meanwhile += 1
@@ -68,9 +71,8 @@ def step(world, gates) -> tuple[int, list[bool], list[bool], bool]:
         momentum = weight * 2
         if gate is None or gate:
             momentum = momentum * 0.5 + gradient
-            weight = weight - 0.5 * signs_reversed(momentum.view(-1, *momentum.shape[-2:])).view(
-                weight.shape
-            )
+            matrices_BMN = momentum.view(-1, *momentum.shape[-2:])
+            weight = weight - 0.5 * signs_of_sums(matrices_BMN).view(weight.shape)
         shard = [cut(t, sizes, mesh.get_coordinate(), placements) for t in (weight, momentum)]
         right_weights.append(torch.equal(local(parameters[i].data), shard[0]))
         right_momenta.append(torch.equal(local(momenta[i]), shard[1]))
