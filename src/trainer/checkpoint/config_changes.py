@@ -5,6 +5,7 @@ under it: another network, another optimizer, another order of the data. Everyth
 effect at once. Shapes are compared with the tensors themselves, in `match.py`.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,32 @@ FIXED = {
     "model.architecture": "the weights are of another network; put it back, or start a new run",
     "optim.type": "one optimizer's state means nothing to another; put it back, or start a new run",
     "data": DATA_ORDER,
-    "env": DATA_ORDER,
+    "env.source": DATA_ORDER,
+    "env.shuffle": DATA_ORDER,
+    "env.system": DATA_ORDER,
+    "env.on_bad_row": DATA_ORDER,
     "val.fraction": "it decides which rows are trained on; put it back, or start a new run",
     "seed": "it decides the order of the data; put it back, or start a new run",
 }
-FREE_WITHIN_FIXED = {"data.micro_batch_size", "data.prefetch", "data.source.path"}
-"""A moved file is the same data while it has as many rows, which the data position checks."""
+FREE_WITHIN_FIXED = {
+    "data.micro_batch_size",
+    "data.prefetch",
+    "data.source.path",
+    "env.source.path",
+    "data.source.suffixes",
+    "data.source.verify",
+    "data.source.max_epochs",
+}
+"""Moved files are the same data while they are as many and as long, which the data position checks.
+How often a source is to be gone through decides nothing about what came before."""
+FREE_FROM_ERROR = {
+    "data.on_bad_row",
+    "data.overlong",
+    "data.source.on_bad_row",
+    "env.on_bad_row",
+}
+"""Policies for what ended the run while they were "error": they have had nothing to apply to."""
+_PLACE_IN_MIX = re.compile(r"\.sources\.\d+(?=\.)")
 SAME_STATE = {"muon", "dion"}
 """Optimizer types that share one state layout, so that a run may go from one to the other."""
 
@@ -66,7 +87,8 @@ def compare_configs(
 
 def refusal(change: ConfigChange) -> str | None:
     """Return why a change is refused, or None if it may happen."""
-    if change.field in FREE_WITHIN_FIXED:
+    field = _PLACE_IN_MIX.sub("", change.field)
+    if field in FREE_WITHIN_FIXED or (field in FREE_FROM_ERROR and change.saved == "error"):
         return None
     if change.field == "optim.type" and {change.saved, change.current} <= SAME_STATE:
         return None
@@ -83,9 +105,11 @@ def refusal_message(refused: list[ConfigChange]) -> str:
 
 
 def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return leaves by dotted name; lists are leaves, absent and None are the same."""
+    """Return leaves by dotted name; lists of values are leaves, absent and None are the same."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
+        if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+            value = {str(index): entry for index, entry in enumerate(value)}
         if isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{key}.")
         elif value is not None:

@@ -69,19 +69,38 @@ class TokenPages:
         return min(1.0, cursor[0] * PAGE_DOCUMENTS / len(self))
 
     def document(self, epoch: int, index: int) -> np.ndarray:
-        """Return the ids of the document that comes at `index` in an epoch, as they lie on disk."""
+        """Return the ids of the document that comes at `index` in an epoch, as they lie on disk.
+
+        Raises:
+            UserError: its shard is gone or damaged.
+        """
         number = self._shuffle.place(index, len(self), epoch)
         shard = bisect.bisect_right(self._ends, number)
         number -= self._ends[shard - 1] if shard else 0
         tokens, ends = self._maps(shard)
-        return tokens[ends[number - 1] if number else 0 : ends[number]]
+        start, stop = ends[number - 1] if number else 0, ends[number]
+        is_inside = 0 <= start < stop <= len(tokens)
+        if not is_inside or tokens[start:stop].max() >= self._manifest.tokenizer.num_ids:
+            name = self._manifest.shards[shard].name
+            raise UserError(
+                f"data.source: shard {tokens_path(self._folder, name)} or its ends file is "
+                f"damaged (document {number + 1}): copy both again, or remove them and run "
+                "'trainer tokenize' again; verify = true finds all such shards before step 1"
+            )
+        return tokens[start:stop]
 
     def _open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         name = self._manifest.shards[shard].name
-        return (
-            np.memmap(tokens_path(self._folder, name), self._manifest.dtype, mode="r"),
-            np.memmap(ends_path(self._folder, name), ENDS_DTYPE, mode="r"),
-        )
+        try:
+            return (
+                np.memmap(tokens_path(self._folder, name), self._manifest.dtype, mode="r"),
+                np.memmap(ends_path(self._folder, name), ENDS_DTYPE, mode="r"),
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"data.source: shard {tokens_path(self._folder, name)} or its ends file cannot be "
+                f"read ({error}): restore them"
+            ) from error
 
 
 @dataclass(frozen=True, eq=False)

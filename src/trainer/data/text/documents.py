@@ -90,13 +90,18 @@ class DocumentReader:
         """How often the source has been gone through."""
         return self._next.epoch + self._source.fraction(self._next.cursor)
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the last epoch is over."""
+        return self._max_epochs is not None and self._next.epoch >= self._max_epochs
+
     def next(self) -> tuple[Place, np.ndarray] | None:
         """Return the next document's place and ids; None at the end of the last epoch.
 
         Raises:
             UserError: the source cannot be read, or a whole epoch has no document.
         """
-        while self._max_epochs is None or self._next.epoch < self._max_epochs:
+        while not self.is_at_end:
             place = self._next
             page = self._page_of(place)
             if place.row == len(page.documents):

@@ -46,11 +46,18 @@ class TablePages:
         return self._table.data.nbytes
 
     def page(self, epoch: int, cursor: Cursor) -> Page:
-        """Read the rows of a page."""
+        """Read the rows of a page.
+
+        Raises:
+            UserError: a row is not UTF-8.
+        """
         number, total = cursor[0], len(self._table)
         stop = min((number + 1) * PAGE_ROWS, total)
         rows = [self._shuffle.place(i, total, epoch) for i in range(number * PAGE_ROWS, stop)]
-        texts = [text for text in self._table[rows][self._column] if text]
+        try:
+            texts = [text for text in self._table[rows][self._column] if text]
+        except UnicodeDecodeError as error:
+            raise _unreadable(error) from error
         return Page(texts, (number + 1,) if stop < total else None)
 
     def fraction(self, cursor: Cursor) -> float:
@@ -86,11 +93,11 @@ class StreamPages:
         """Read the next rows.
 
         Raises:
-            UserError: a row has no such column.
+            UserError: a row has no such column, or its file cannot be read.
         """
         file, row = cursor if len(cursor) == 2 else (cursor[0], 0)
         rows = self._rows(epoch, (file, row))
-        texts = list(islice(rows, PAGE_ROWS))
+        texts = _take(rows, PAGE_ROWS)
         following: Cursor | None
         if len(texts) == PAGE_ROWS:
             following = (file, row + PAGE_ROWS)
@@ -128,22 +135,25 @@ def open_hub(source: HubTextSource, field: str, shuffle: Shuffle) -> TablePages 
     """
     # Imported here: it takes a second, and most runs have no such source.
     import datasets
+    import datasets.exceptions
 
     datasets.disable_progress_bars()
     try:
         loaded: Any = datasets.load_dataset(
             source.path, source.subset, split=source.split, streaming=source.streaming
         )
-    except (OSError, ValueError, ConnectionError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{field}.path={source.path!r} (subset={source.subset!r}, split={source.split!r}) "
-            f"cannot be loaded: {error}"
+            f"cannot be loaded: {_reason(error)}"
         ) from error
+    except StopIteration as error:
+        raise _without_rows(source, field) from error
     _check_column(source, field, loaded.features)
     if source.streaming:
         return StreamPages(loaded, source.column, shuffle)
     if len(loaded) == 0:
-        raise UserError(f"{field}.path={source.path!r} has no rows: give a source with some")
+        raise _without_rows(source, field)
     return TablePages(loaded, source.column, shuffle)
 
 
@@ -159,6 +169,34 @@ def _check_column(source: HubTextSource, field: str, features: Mapping[str, Any]
             f"{field}.column={source.column!r} is no text column of {source.path} (columns: "
             f"{', '.join(features)}): name the one that holds the text"
         )
+
+
+def _take(rows: Iterator[str], count: int) -> list[str]:
+    import datasets.exceptions
+    import pyarrow
+
+    try:
+        return list(islice(rows, count))
+    except UserError:
+        raise
+    except (ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+        raise _unreadable(error) from error
+
+
+def _without_rows(source: HubTextSource, field: str) -> UserError:
+    return UserError(f"{field}.path={source.path!r} has no rows: give a source with some")
+
+
+def _unreadable(error: Exception) -> UserError:
+    return UserError(
+        f"data.source: a file of the data set cannot be read ({_reason(error)}): mend the file, or "
+        "give another source"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error in words; the library's own often says only that there was one."""
+    return f"{error} ({error.__cause__})" if error.__cause__ is not None else str(error)
 
 
 def _text_of(row: Mapping[str, Any], column: str) -> str:

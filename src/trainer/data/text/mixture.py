@@ -46,6 +46,11 @@ class Mixture:
         self._ended[source] = True
         self._given = [0] * len(self._given)
 
+    def resume(self, source: int) -> None:
+        """Take a source that had ended back in; all go on in proportion from here."""
+        self._ended[source] = False
+        self._given = [0] * len(self._given)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position, ready for JSON."""
         return {"given": list(self._given), "ended": list(self._ended)}

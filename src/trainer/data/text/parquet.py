@@ -106,14 +106,14 @@ def read_row_group(group: RowGroup, column: str) -> list[str]:
     """Return the texts of a row group; rows without text are left out.
 
     Raises:
-        UserError: the file is gone or damaged.
+        UserError: the file is gone, damaged or not UTF-8.
     """
     try:
         with pyarrow.parquet.ParquetFile(group.path) as file:
             table = file.read_row_group(group.index, columns=[column])
-    except (pyarrow.ArrowException, OSError) as error:
+        return [text for text in table.column(column).to_pylist() if text]
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(group.path, error) from error
-    return [text for text in table.column(column).to_pylist() if text]
 
 
 def _footer(path: Path, column: str) -> list[RowGroup]:
@@ -132,7 +132,10 @@ def _footer(path: Path, column: str) -> list[RowGroup]:
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    types = pyarrow.types
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:

@@ -5,6 +5,7 @@ Start reading here, then `stream.py`. Reads no training document; of validation,
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from transformers import PreTrainedTokenizerFast
 
@@ -159,7 +160,7 @@ def _first_packs(queue: PackQueue, num_packs: int) -> Iterator[Pack]:
 
 
 def _describe(names: Sequence[str], data: PretrainDataConfig, packs: Sequence[Pack]) -> str:
-    parts = single_sources(data.source)
-    total = sum(part.weight for part in parts)
-    shares = [f"{n} {p.weight / total:.1%}" for n, p in zip(names, parts, strict=True)]
+    weights = [Fraction(part.weight) for part in single_sources(data.source)]
+    parts = zip(names, weights, strict=True)
+    shares = [f"{name} {float(weight / sum(weights)):.1%}" for name, weight in parts]
     return f"training on {', '.join(shares)}; {len(packs):,} packs held out for validation"

@@ -75,6 +75,8 @@ class PretrainStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position: the next packs are, bit for bit, those that would have followed.
 
+        A source that had ended is taken in again if it may now be gone through more often.
+
         Raises:
             UserError: the state is of other data, another seed or another mix.
         """
@@ -88,6 +90,9 @@ class PretrainStream:
         self._mixture.load_state_dict(state["mixture"])
         for queue, saved in zip(self._queues, state["queues"], strict=True):
             queue.load_state_dict(saved)
+        for source, queue in enumerate(self._queues):
+            if source not in self._mixture.active and not queue.reader.is_at_end:
+                self._mixture.resume(source)
         self._num_packs = list(state["packs"])
 
     def _next_pack(self) -> Pack:

@@ -119,3 +119,18 @@ def test_a_folder_that_is_not_finished_is_refused(folder, content, message):
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(UserError, match=message):
         open_folder(folder)
+
+
+@pytest.mark.parametrize("suffix", ["tokens", "ends"])
+def test_damage_that_sizes_do_not_show_is_named_when_it_is_met(folder, suffix):
+    path = next(folder.glob(f"*.{suffix}"))
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(UserError, match=r"shard-00000\.tokens or its ends file is damaged"):
+        open_folder(folder).train.next_packs(1)
+
+
+def test_a_shard_that_goes_away_in_mid_run_is_named(folder):
+    data = open_folder(folder)
+    next(folder.glob("*.tokens")).unlink()
+    with pytest.raises(UserError, match=r"shard-00000\.tokens or its ends file cannot be read"):
+        data.train.next_packs(1)

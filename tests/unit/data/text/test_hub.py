@@ -53,6 +53,25 @@ def test_what_cannot_be_loaded_is_named(folder):
         open_hub(HubTextSource(path=str(folder / "nothing")), "data.source", Shuffle(None))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n{"te\n', r"(cannot be loaded|cannot be read).*JSON parse error"),
+        (b'{"text": "\xff"}\n', "file of the data set cannot be read .'utf-8' codec"),
+        (b"", "data.source.path='.*set' has no rows"),
+    ],
+    ids=["no JSON", "no UTF-8", "empty"],
+)
+def test_a_damaged_file_is_a_users_error(tmp_path, monkeypatch, content, message, streaming):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.jsonl").write_bytes(content)
+    source = HubTextSource(path=str(tmp_path / "set"), streaming=streaming)
+    with pytest.raises(UserError, match=message):
+        open_hub(source, "data.source", Shuffle(None)).page(0, (0,))
+
+
 def test_a_stream_that_does_not_say_its_columns_is_checked_row_by_row():
     import datasets
 

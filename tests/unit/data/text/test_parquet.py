@@ -1,3 +1,5 @@
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.support.texts import texts, write_parquet_texts
@@ -37,3 +39,20 @@ def test_a_missing_column_and_a_damaged_file_are_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"a\.parquet is not a readable Parquet file"):
         ParquetPages([path], "text", Shuffle(None))
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "large_string", "string_view"])
+def test_text_is_read_in_every_form_that_arrow_has(tmp_path, kind):
+    column = pyarrow.array(["a", None, "b", "", "a"])
+    types = {"large_string": pyarrow.large_string(), "string_view": pyarrow.string_view()}
+    column = column.cast(types[kind]) if kind in types else column.dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a", row_group_size=2)
+    assert all_documents(ParquetPages([tmp_path / "a"], "text", Shuffle(None))) == ["a", "b", "a"]
+
+
+def test_text_that_is_not_utf8_is_named_by_file(tmp_path):
+    column = pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    pages = ParquetPages([tmp_path / "a.parquet"], "text", Shuffle(None))
+    with pytest.raises(UserError, match=r"a\.parquet is not a readable Parquet file .*utf-8"):
+        pages.page(0, (0,))

@@ -11,6 +11,13 @@ def source(tmp_path):
     return {"type": "files", "path": str(path)}
 
 
+def test_shares_are_told_however_large_the_weights(source):
+    weights = (1.5e308, 0.5e308, 1e-300)
+    parts = [source | {"name": str(i), "weight": weight} for i, weight in enumerate(weights)]
+    told = pretrain_data({"type": "mix", "sources": parts}).description
+    assert told.startswith("training on 0 75.0%, 1 25.0%, 2 0.0%;")
+
+
 def lines(packs):
     """Return the numbers of the documents that begin in the packs."""
     found = set()

@@ -145,6 +145,42 @@ def test_a_source_that_ends_leaves_the_mix_to_the_others(mix):
     assert stream.epochs[1] == 2
 
 
+def test_a_source_that_ended_goes_on_when_a_resumed_run_allows_more_epochs(mix):
+    mix["sources"][1]["max_epochs"] = 2
+    stream = pretrain_data(mix).train
+    stream.next_packs(100)
+    state = json.loads(json.dumps(stream.state_dict()))
+    mix["sources"][1]["max_epochs"] = 5
+    resumed = pretrain_data(mix).train
+    resumed.load_state_dict(state)
+    given = Counter(pack.documents[0].source for pack in resumed.next_packs(10))
+    assert given == {0: 5, 1: 3, 2: 2}
+    assert 2 < resumed.epochs[1] <= 5
+
+
+def test_more_epochs_do_not_change_what_came_before(mix):
+    mix["sources"][1]["max_epochs"] = 40
+    stream = pretrain_data(mix).train
+    stream.next_packs(17)
+    state, expected = stream.state_dict(), pack_ids(stream.next_packs(50))
+    del mix["sources"][1]["max_epochs"]
+    resumed = pretrain_data(mix).train
+    resumed.load_state_dict(state)
+    assert pack_ids(resumed.next_packs(50)) == expected
+
+
+def test_fewer_epochs_than_it_had_end_a_source_at_once(mix):
+    stream = pretrain_data(mix, pack_lookahead=1).train
+    stream.next_packs(100)
+    state = stream.state_dict()
+    mix["sources"][1]["max_epochs"] = 1
+    resumed = pretrain_data(mix, pack_lookahead=1).train
+    resumed.load_state_dict(state)
+    given = Counter(pack.documents[0].source for pack in resumed.next_packs(70))
+    assert given[1] <= 1, "what is left of the document that was open"
+    assert given[0] - given[2] * 5 / 2 < 5
+
+
 @pytest.mark.parametrize("source", ["files"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "message"),
