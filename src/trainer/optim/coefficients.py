@@ -6,6 +6,7 @@ read newton_schulz.py next.
 
 from collections.abc import Sequence
 from itertools import chain, repeat
+from math import isfinite
 from types import MappingProxyType
 
 from trainer.errors import UserError
@@ -70,10 +71,13 @@ def resolve_coefficients(table: CoefficientTable, steps: int) -> tuple[Row, ...]
         steps: number of Newton-Schulz steps, at least 1.
 
     Raises:
-        UserError: an unknown name, an empty list, a row that is not three numbers, or steps < 1.
+        UserError: an unknown name, an empty list, a row that is not three finite numbers, or steps
+            that are no whole number of at least 1.
     """
-    if steps < 1:
-        raise UserError(f"optim.ns_steps={steps}: at least 1 step is needed; the default is 5")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UserError(
+            f"optim.ns_steps={steps!r}: must be a whole number of at least 1; the default is 5"
+        )
     rows = _rows(table)
     return tuple(row for row, _ in zip(chain(rows, repeat(rows[-1])), range(steps), strict=False))
 
@@ -86,15 +90,26 @@ def _rows(table: CoefficientTable) -> tuple[Row, ...]:
                 f"give one of {', '.join(TABLES)} or a list of (a, b, c) rows"
             )
         return TABLES[table]
-    if not table:
+    try:
+        rows = [tuple(row) for row in table]
+    except TypeError as error:
+        raise UserError(
+            f"optim.ns_coefficients={table!r}: give one of {', '.join(TABLES)} or a list of "
+            "(a, b, c) rows"
+        ) from error
+    if not rows:
         raise UserError("optim.ns_coefficients=[]: give at least one (a, b, c) row")
-    return tuple(_row(row) for row in table)
+    return tuple(_row(row) for row in rows)
 
 
-def _row(row: Sequence[float]) -> Row:
+def _row(row: tuple[float, ...]) -> Row:
     if len(row) != 3:
         raise UserError(
             f"optim.ns_coefficients: row {list(row)} has {len(row)} numbers; a row is (a, b, c)"
+        )
+    if any(isinstance(value, str) or not isfinite(value) for value in row):
+        raise UserError(
+            f"optim.ns_coefficients: row {list(row)} must be three finite numbers (a, b, c)"
         )
     a, b, c = (float(value) for value in row)
     return a, b, c

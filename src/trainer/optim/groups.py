@@ -17,9 +17,13 @@ GroupName = Literal["dense", "experts", "router", "adamw"]
 GROUP_NAMES: tuple[GroupName, ...] = ("dense", "experts", "router", "adamw")
 """The groups in order; all but the last are Muon's."""
 
-_ROUTER = re.compile(r"(^|\.)mlp\.gate\.weight$")
+_ROUTER = re.compile(r"(^|\.)((mlp|moe|block_sparse_moe)\.gate|router(\.gate)?)\.weight$")
 _EXPERTS = re.compile(r"(^|\.)experts\.")
-_NO_MATRIX = re.compile(r"(^|[._])(embed|embeddings?|wte|wpe|lm_head|norm|ln|bias)([._\d]|$)")
+_NO_MATRIX = re.compile(
+    r"(^|[._])(emb|embed|embeddings?|wte|wpe|lm_head|norm|ln|bias)([._\d]|$)"
+    # The head as torchtitan and timm name it, which inside a layer is a projection.
+    r"|^((_orig_mod|module|model)\.)*(output|head)\.weight$"
+)
 _CONVOLUTION = re.compile(r"(^|[._])conv(1d)?([._\d]|$)")
 
 
@@ -113,21 +117,58 @@ def parse_groups(params: Iterable[Any]) -> list[NamedGroup]:
     """Read torch's forms of `params`: tensors, (name, tensor) pairs, or groups of either.
 
     Raises:
-        UserError: there is no parameter.
+        UserError: there is no parameter, one appears twice, or their order is not given.
     """
-    params = list(params)
-    if not params:
-        raise UserError("the optimizer got no parameters: pass model.named_parameters()")
+    members = _ordered(params, "params")
     groups: list[dict[str, Any]]
-    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    groups = members if any(isinstance(m, dict) for m in members) else [{"params": members}]
     parsed, count = [], 0
     for index, group in enumerate(groups):
+        if not isinstance(group, dict):
+            raise UserError(
+                f"params mixes groups with a {type(group).__name__}: give param groups alone"
+            )
         settings = {key: value for key, value in group.items() if key not in ("params", "name")}
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
+        name = group.get("name", f"group{index}")
+        if "params" not in group:
+            raise UserError(f"param group {name} has no 'params': give it a list of parameters")
+        listed = group["params"]
+        listed = [listed] if isinstance(listed, Tensor) else _ordered(listed, f"group {name}")
         named = []
-        for member in members:
+        for member in listed:
             named.append(member if isinstance(member, tuple) else (f"parameter{count}", member))
             count += 1
-        parsed.append(NamedGroup(group.get("name", f"group{index}"), tuple(named), settings))
+        parsed.append(NamedGroup(name, tuple(named), settings))
+    _check_members(parsed)
     return parsed
+
+
+def _ordered(members: Any, what: str) -> list[Any]:
+    """Return what was given as a list, if its order is the same on all ranks."""
+    if isinstance(members, set | frozenset):
+        raise UserError(f"{what} is a set, whose order differs from rank to rank: give a list")
+    if isinstance(members, Tensor) or not isinstance(members, Iterable):
+        raise UserError(
+            f"{what} is a {type(members).__name__}: give parameters, (name, parameter) pairs such "
+            "as model.named_parameters(), or param groups"
+        )
+    return list(members)
+
+
+def _check_members(groups: Sequence[NamedGroup]) -> None:
+    names: dict[Tensor, str] = {}
+    for group in groups:
+        for name, parameter in group.named_parameters:
+            if not isinstance(parameter, Tensor):
+                raise UserError(
+                    f"param group {group.name} has a {type(parameter).__name__} where a parameter "
+                    "belongs: give parameters or (name, parameter) pairs"
+                )
+            if parameter in names:
+                raise UserError(
+                    f"parameter {name} of param group {group.name} is {names[parameter]} once "
+                    "more: give each parameter once"
+                )
+            names[parameter] = name
+    if not names:
+        raise UserError("the optimizer got no parameters: pass model.named_parameters()")

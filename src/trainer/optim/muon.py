@@ -19,12 +19,20 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.optim.adamw import AdamWSettings, AdamWTensors, adamw_step_
+from trainer.optim.checks import (
+    check_devices,
+    check_flag,
+    check_gradient,
+    check_group,
+    check_numbers,
+    check_unchanged,
+)
 from trainer.optim.exchange import Exchange, make_groups
 from trainer.optim.gate import FiniteGate
 from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.kernels.select import KernelChoice
 from trainer.optim.newton_schulz import newton_schulz, orthogonalize_normalized_
-from trainer.optim.options import MuonOptions, check_gradient, check_group, plan_with_kernels
+from trainer.optim.options import MuonOptions, plan_with_kernels
 from trainer.optim.per_matrix import per_matrix_update_
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
 from trainer.optim.plan import PlannedGroup
@@ -119,6 +127,7 @@ class Muon(torch.optim.Optimizer):
         """Make state, plan, process groups and clocks, in this order."""
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._group_names = [group.name for group in groups]
+        check_devices(pair for group in groups for pair in group.named_parameters)
         for group, named in zip(self.param_groups, groups, strict=True):
             check_group(group, named)
             for parameter in group["params"]:
@@ -140,7 +149,7 @@ class Muon(torch.optim.Optimizer):
             self._device,
         )
         self._stats: UpdateStats | None = None
-        self._has_checked_gradients = False
+        self._unchecked = list(range(len(self._parameters)))
         process_groups = make_groups(self.plan, self._meshes)
         self._stacked = StackedStep(
             self.plan,
@@ -185,17 +194,18 @@ class Muon(torch.optim.Optimizer):
                 step counts as they are. The host's counts follow in `settle`.
 
         Raises:
-            UserError: a gradient lies otherwise than its parameter; or, of the step before, as
-                `settle`.
+            UserError: a hyperparameter has left its range, or changed where the plan rests on it;
+                a gradient lies otherwise than its parameter; or, of the step before, as `settle`.
 
         Collective: `plan.num_collectives()`, with `impl = "stacked"`; all ranks of the meshes.
         """
+        check_flag(finite)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._refuse_capture()
-        self._check_gradients()
+        self._check_request()
         self.settle()
         is_open = self._open(finite)
         self._gate.record(is_open)
@@ -215,13 +225,15 @@ class Muon(torch.optim.Optimizer):
         self._timer.end_step()
         return loss
 
-    def _check_gradients(self) -> None:
-        """Check, at the first step, that gradients lie as their parameters do."""
-        if self._has_checked_gradients:
-            return
-        self._has_checked_gradients = True
-        for spec, parameter in zip(self._specs, self._parameters, strict=True):
-            check_gradient(spec.name, parameter)
+    def _check_request(self) -> None:
+        """Check what may have changed since the last step: hyperparameters, new gradients."""
+        for group, planned in zip(self.param_groups, self._planned_groups, strict=True):
+            check_numbers(group)
+            check_unchanged(group, planned)
+        for index in self._unchecked:
+            check_gradient(self._specs[index].name, self._parameters[index])
+        # A gradient lies as it did when it was first there.
+        self._unchecked = [i for i in self._unchecked if self._parameters[i].grad is None]
 
     def _open(self, finite: Tensor | None) -> Tensor | None:
         """Return the whole step's gate: it is finite and copies of shards agree on gradients."""
@@ -400,6 +412,13 @@ class Muon(torch.optim.Optimizer):
         """Put every setting given at construction back in force, `lr` too; `step` stays."""
         for group, settings in zip(self.param_groups, self._settings, strict=True):
             group.update(settings)
+
+    def __reduce__(self) -> Any:
+        """Refuse copies and pickles, which torch would make without plan and process groups."""
+        raise TypeError(
+            "Muon holds process groups and cannot be copied or pickled: build another over the "
+            "copied parameters and load_state_dict() the first one's state_dict()"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: the plan is made once, from all parameters."""

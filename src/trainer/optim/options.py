@@ -1,23 +1,20 @@
-"""Muon's settings: what never enters the state, what a param group may say, the plan they make.
+"""Muon's settings that never enter the state, and the plan they make.
 
-Owns `MuonOptions`, the checks of a group's hyperparameters and members, and the choice of each
-bucket's kernel. The plan itself is `plan.py`'s.
+Owns `MuonOptions`, their checks and the choice of each bucket's kernel. What a param group may say
+is `checks.py`'s, the plan itself `plan.py`'s.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError
 from trainer.optim.coefficients import CoefficientTable, resolve_coefficients
-from trainer.optim.groups import NamedGroup
 from trainer.optim.kernels.select import KernelChoice, choose_kernel
 from trainer.optim.pipeline import NS_DTYPES
 from trainer.optim.plan import Plan, PlannedGroup, PlanOptions, build_plan
-from trainer.optim.state import as_matrices, local
 
 
 @dataclass(frozen=True)
@@ -48,10 +45,17 @@ def check_options(options: MuonOptions) -> None:
     ):
         if value not in allowed:
             raise UserError(f"optim.{field}={value!r}: choose one of {', '.join(allowed)}")
-    if not options.max_stack_gib > 0:
+    gib, interval = options.max_stack_gib, options.stats_interval
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < math.inf:
         raise UserError(
-            f"optim.max_stack_gib={options.max_stack_gib}: must be above 0; the default is 2"
+            f"optim.max_stack_gib={gib!r}: must be a finite number above 0; the default is 2"
         )
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
+        raise UserError(
+            f"optim.stats_interval={interval!r}: must be a whole number of steps, 0 for never"
+        )
+    if not isinstance(options.split_gate_up, bool):
+        raise UserError(f"optim.split_gate_up={options.split_gate_up!r}: must be True or False")
     resolve_coefficients(options.ns_coefficients, options.ns_steps)
 
 
@@ -78,67 +82,3 @@ def plan_with_kernels(
         options.ns_dtype, options.replicate, options.max_stack_gib, options.split_gate_up
     )
     return build_plan(groups, plan_options, choose), choices
-
-
-def check_group(group: dict[str, Any], named: NamedGroup) -> None:
-    """Check a param group's hyperparameters and that Muon's members are matrices.
-
-    Raises:
-        UserError: naming the hyperparameter or the parameter.
-    """
-    for key, low, high in (
-        ("lr", 0, None),
-        ("mu", 0, 1),
-        ("beta1", 0, 1),
-        ("beta2", 0, 1),
-        ("weight_decay", 0, None),
-        ("epsilon", 0, None),
-    ):
-        value = float(group[key])
-        if not (value >= low and (high is None or value < high)):
-            rule = "a finite number of at least 0" if high is None else "in [0, 1)"
-            raise UserError(f"{key}={value}: must be {rule}")
-    if group["algorithm"] not in ("muon", "adamw"):
-        raise UserError(f"algorithm={group['algorithm']!r}: choose 'muon' or 'adamw'")
-    for name, parameter in named.named_parameters:
-        if group["algorithm"] == "muon":
-            _check_matrix(name, parameter, flatten=group["flatten"])
-
-
-def _check_matrix(name: str, parameter: Tensor, *, flatten: bool) -> None:
-    if parameter.ndim < 2:
-        raise UserError(
-            f"parameter {name} of shape {list(parameter.shape)} is no matrix: Muon needs two dims "
-            "or more; put it in an adamw group"
-        )
-    shard = local(parameter)
-    try:
-        shard.view(as_matrices(shard, flatten=flatten).shape)
-    except RuntimeError as error:
-        raise UserError(
-            f"parameter {name} of shape {list(parameter.shape)} and strides {shard.stride()} is no "
-            "view of matrices: make it contiguous before building the optimizer"
-        ) from error
-
-
-def check_gradient(name: str, parameter: Tensor) -> None:
-    """Check that a gradient can be added to momentum shard by shard.
-
-    Raises:
-        UserError: it is sparse, or lies otherwise than its parameter.
-    """
-    gradient = parameter.grad
-    if gradient is None:
-        return
-    if gradient.is_sparse:
-        raise UserError(
-            f"the gradient of {name} is sparse: momentum is dense; build its embedding with "
-            "sparse=False"
-        )
-    if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
-        return
-    if gradient.placements != parameter.placements:
-        raise UserError(
-            f"the gradient of {name} has placements {gradient.placements}, the parameter "
-            f"{parameter.placements}: redistribute it to the parameter's before the step"
-        )

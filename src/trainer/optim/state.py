@@ -36,11 +36,12 @@ def as_matrices(local_tensor: Tensor, *, flatten: bool) -> Tensor:
 
 
 def check_loaded(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Check that a state dict fits by position: algorithms and shapes agree.
+    """Check that a state dict fits by position: algorithms, shapes and placements agree.
 
     Raises:
         UserError: naming the group or the place that differs.
     """
+    _check_kind(loaded)
     saved_groups = loaded["param_groups"]
     ours = [(group["algorithm"], len(group["params"])) for group in groups]
     saved = [(group["algorithm"], len(group["params"])) for group in saved_groups]
@@ -52,12 +53,40 @@ def check_loaded(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     ids = [i for group in saved_groups for i in group["params"]]
     parameters = [p for group in groups for p in group["params"]]
     for place, (i, parameter) in enumerate(zip(ids, parameters, strict=True)):
-        momentum = loaded["state"].get(i, {}).get("momentum")
-        if momentum is not None and momentum.shape != parameter.shape:
-            raise UserError(
-                f"the optimizer state's momentum {place} has shape {list(momentum.shape)}, the "
-                f"parameter there has {list(parameter.shape)}: load it by name"
-            )
+        for key in ("momentum", "variance"):
+            value = loaded["state"].get(i, {}).get(key)
+            if value is not None:
+                _check_value(f"the optimizer state's {key} {place}", value, parameter)
+
+
+def _check_kind(loaded: dict[str, Any]) -> None:
+    needed = {"algorithm", "params", "step", "lr"}
+    lacking = {"state", "param_groups"} - set(loaded)
+    lacking |= {key for group in loaded.get("param_groups", []) for key in needed - set(group)}
+    if lacking:
+        raise UserError(
+            f"the optimizer state lacks {', '.join(sorted(lacking))}: it is not a state of Muon "
+            "or dion.Muon; load the one that was saved with this optimizer"
+        )
+
+
+def _check_value(what: str, value: Tensor, parameter: Tensor) -> None:
+    if value.shape != parameter.shape:
+        raise UserError(
+            f"{what} has shape {list(value.shape)}, the parameter there has "
+            f"{list(parameter.shape)}: load it by name"
+        )
+    if _placement(value) != _placement(parameter):
+        raise UserError(
+            f"{what} lies as {_placement(value)}, the parameter there as {_placement(parameter)}: "
+            "load it through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+
+
+def _placement(tensor: Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return "a plain tensor"
+    return f"{tensor.placements} over {tuple(tensor.device_mesh.shape)} ranks"
 
 
 def restore_dtypes(

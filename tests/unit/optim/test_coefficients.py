@@ -44,6 +44,12 @@ def test_polar_express_divides_its_input_by_the_safety_factor():
         ("cubic", 5, r"optim\.ns_coefficients='cubic'"),
         ([], 5, r"optim\.ns_coefficients=\[\]"),
         ([(1.0, 2.0)], 5, r"row \[1\.0, 2\.0\] has 2 numbers"),
+        ([1.0, 2.0, 3.0], 5, r"optim\.ns_coefficients=\[1\.0, 2\.0, 3\.0\]: give"),
+        (None, 5, r"optim\.ns_coefficients=None"),
+        ([(1.0, 2.0, float("nan"))], 5, r"row \[1\.0, 2\.0, nan\] must be three finite"),
+        ([("1", 2.0, 3.0)], 5, r"row \['1', 2\.0, 3\.0\] must be three finite"),
+        ("quintic", 2.5, r"optim\.ns_steps=2\.5"),
+        ("quintic", True, r"optim\.ns_steps=True"),
     ],
 )
 def test_what_cannot_be_resolved_is_refused_by_name(table, steps, message):

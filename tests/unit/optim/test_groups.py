@@ -24,6 +24,18 @@ from trainer.optim.groups import NamedGroup, check_cover, group_of, parse_groups
         ("encoder.conv.weight", (8, 4, 3), "adamw"),
         ("depthwise.weight", (8, 1, 3, 3), "adamw"),
         ("patch_projection.weight", (8, 3, 4, 4), "dense"),
+        # Names of other trainers.
+        ("tok_embeddings.weight", (10, 4), "adamw"),
+        ("transformer.wte.weight", (10, 4), "adamw"),
+        ("token_emb.weight", (10, 4), "adamw"),
+        ("output.weight", (10, 4), "adamw"),
+        ("_orig_mod.output.weight", (10, 4), "adamw"),
+        ("head.weight", (10, 4), "adamw"),
+        ("encoder.layer.0.output.dense.weight", (8, 4), "dense"),
+        ("layers.0.attention.output.weight", (8, 4), "dense"),
+        ("layers.0.moe.router.gate.weight", (3, 4), "router"),
+        ("layers.0.moe.experts.w1", (3, 8, 4), "experts"),
+        ("layers.0.moe.shared_experts.w1.weight", (8, 4), "dense"),
     ],
 )
 def test_parameters_go_where_their_name_and_shape_say(name, shape, group) -> None:
@@ -59,6 +71,31 @@ def test_nothing_to_train_is_an_error() -> None:
         sort_parameters([("w", torch.ones(2, 2))])
     with pytest.raises(UserError, match="got no parameters"):
         parse_groups([])
+
+
+@pytest.mark.parametrize(
+    ("give", "message"),
+    [
+        (lambda a, b: {a, b}, "params is a set, whose order differs"),
+        (lambda a, b: [{"params": {a, b}}], "group group0 is a set, whose order differs"),
+        (lambda a, b: a, "params is a Parameter: give parameters"),
+        (lambda a, b: nn.Linear(2, 2), "params is a Linear: give parameters"),
+        (lambda a, b: [{"lr": 0.1}], "param group group0 has no 'params'"),
+        (lambda a, b: [{"params": [a]}, b], "params mixes groups with a Parameter"),
+        (lambda a, b: ["a"], "group0 has a str where a parameter belongs"),
+        (lambda a, b: [("x", a), ("y", a)], "parameter y of param group group0 is x once more"),
+        (lambda a, b: [{"params": [a]}, {"params": [a]}], "parameter1 of param group group1 is"),
+        (lambda a, b: [{"params": []}], "got no parameters"),
+    ],
+    ids=[
+        "set", "set in a group", "tensor", "module", "no params", "mixed", "names", "twice",
+        "in two groups", "empty groups",
+    ],
+)  # fmt: skip
+def test_what_is_no_list_of_parameters_is_refused(give, message) -> None:
+    a, b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    with pytest.raises(UserError, match=message):
+        parse_groups(give(a, b))
 
 
 def test_all_of_torchs_forms_of_params_are_read() -> None:

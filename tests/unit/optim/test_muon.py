@@ -1,5 +1,6 @@
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -244,6 +245,9 @@ def test_impossible_settings_are_refused(settings, message) -> None:
         ({"impl": "fast"}, "optim.impl='fast'"),
         ({"replicate": "both"}, "optim.replicate='both'"),
         ({"max_stack_gib": 0.0}, "optim.max_stack_gib=0.0"),
+        ({"max_stack_gib": float("inf")}, "optim.max_stack_gib=inf"),
+        ({"stats_interval": -1}, "optim.stats_interval=-1"),
+        ({"split_gate_up": "yes"}, "optim.split_gate_up='yes'"),
         ({"kernel": "symmetric"}, "symmetric"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -261,6 +265,51 @@ def test_a_vector_in_a_muon_group_is_refused_by_name() -> None:
 def test_groups_cannot_be_added_later() -> None:
     with pytest.raises(UserError, match="add_param_group"):
         build(tensors()).add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps], ids=["copy", "pickle"])
+def test_copies_that_torch_would_make_without_a_plan_are_refused(copier) -> None:
+    with pytest.raises(TypeError, match="build another"):
+        copier(build(tensors()))
+
+
+def test_a_schedule_that_leaves_its_range_is_refused_before_the_step() -> None:
+    optimizer = build(tensors())
+    before = snapshot(optimizer)
+    optimizer.param_groups[1]["lr"] = float("nan")
+    with pytest.raises(UserError, match="lr=nan"):
+        optimizer.step()
+    assert_same(before, snapshot(optimizer))
+
+
+def test_a_gradient_is_checked_when_it_first_appears() -> None:
+    named = tensors()
+    gradient, named["a"].grad = named["a"].grad, None
+    optimizer = build(named)
+    optimizer.step()
+    named["a"].grad = gradient.to_sparse()
+    with pytest.raises(UserError, match="gradient of a is sparse"):
+        optimizer.step()
+
+
+def test_torchs_schedulers_drive_the_learning_rate() -> None:
+    named, by_hand = tensors(), tensors()
+    optimizer, other = build(named, lr=0.5), build(by_hand, lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.0][step])
+    for factor in (1.0, 0.5, 0.0):
+        for group in other.param_groups:
+            group["lr"] = 0.5 * factor
+        before = snapshot(optimizer)
+        optimizer.step()
+        other.step()
+        if factor:
+            scheduler.step()
+    for a, b in zip(named.values(), by_hand.values(), strict=True):
+        assert torch.equal(a, b)
+    # A learning rate of zero moves momentum alone.
+    for (weight, state), (now, now_state) in zip(before, snapshot(optimizer), strict=True):
+        assert torch.equal(weight, now)
+        assert not torch.equal(state["momentum"], now_state["momentum"])
 
 
 def test_weight_decay_may_be_a_tensor() -> None:

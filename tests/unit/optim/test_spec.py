@@ -9,7 +9,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.errors import UserError
-from trainer.optim.options import check_gradient
 from trainer.optim.spec import AxisPlacement, MeshSpec, describe_parameters
 
 
@@ -50,12 +49,3 @@ def test_meshes_of_other_ranks_are_told_apart(mesh) -> None:
 def test_pending_sums_are_refused_by_name(mesh) -> None:
     with pytest.raises(UserError, match=r"parameter w has placement Partial"):
         describe_parameters([("w", on(mesh, Partial(), Replicate()))])
-
-
-def test_a_gradient_that_lies_elsewhere_is_refused_by_name(mesh) -> None:
-    parameter = torch.nn.Parameter(on(mesh, Replicate(), Shard(0)))
-    parameter.grad = on(mesh, Replicate(), Shard(0))
-    check_gradient("w", parameter)
-    parameter.grad = on(mesh, Shard(0), Replicate())
-    with pytest.raises(UserError, match=r"gradient of w has placements \(Shard\(dim=0\), Rep"):
-        check_gradient("w", parameter)

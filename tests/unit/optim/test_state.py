@@ -1,7 +1,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
+from tests.support.sharding import distribute
+from tests.support.threads import run_threads
 from trainer.errors import UserError
 from trainer.optim.state import (
     as_matrices,
@@ -49,7 +53,10 @@ def test_matrices_are_a_view(shape, flatten, expected) -> None:
 
 
 def groups_of(*members):
-    return [{"algorithm": algorithm, "params": params} for algorithm, params in members]
+    return [
+        {"algorithm": algorithm, "params": params, "step": 3, "lr": 0.1}
+        for algorithm, params in members
+    ]
 
 
 def test_a_state_that_fits_by_position_is_accepted() -> None:
@@ -77,6 +84,43 @@ def test_a_state_of_other_parameters_is_refused(saved, message) -> None:
     state = {0: {"momentum": torch.ones(2, 3)}, 1: {"momentum": torch.ones(4)}}
     with pytest.raises(UserError, match=message):
         check_loaded({"param_groups": saved, "state": state}, groups)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "lacking"),
+    [
+        ({}, "param_groups, state"),
+        ({"state": {}, "param_groups": [{"params": [0], "lr": 0.1}]}, "algorithm, step"),
+    ],
+    ids=["nothing", "torch's AdamW"],
+)
+def test_a_state_of_another_kind_is_refused(loaded, lacking) -> None:
+    with pytest.raises(UserError, match=f"lacks {lacking}: it is not a state of Muon"):
+        check_loaded(loaded, groups_of(("muon", [torch.ones(2, 3)])))
+
+
+def test_a_variance_of_another_shape_is_refused() -> None:
+    groups = groups_of(("adamw", [torch.ones(4)]))
+    loaded = {"param_groups": groups_of(("adamw", [0])), "state": {0: {"variance": torch.ones(5)}}}
+    with pytest.raises(UserError, match=r"variance 0 has shape \[5\].* has \[4\]"):
+        check_loaded(loaded, groups)
+
+
+def load_plain_momentum_for_a_shard() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    weight = distribute(torch.ones(4, 2), mesh, (Shard(0),))
+    momenta = [
+        (torch.ones(4, 2), "lies as a plain tensor"),
+        (distribute(torch.ones(4, 2), mesh, (Shard(1),)), r"lies as \(Shard\(dim=1\),\)"),
+    ]
+    for momentum, message in momenta:
+        loaded = {"param_groups": groups_of(("muon", [0])), "state": {0: {"momentum": momentum}}}
+        with pytest.raises(UserError, match=message):
+            check_loaded(loaded, groups_of(("muon", [weight])))
+
+
+def test_state_that_lies_otherwise_than_its_parameter_is_refused() -> None:
+    run_threads(2, load_plain_momentum_for_a_shard)
 
 
 def test_loaded_state_keeps_its_dtype_and_steps_are_float32() -> None:

@@ -1,0 +1,176 @@
+"""What Muon refuses: hyperparameters, members, gradients and flags that it cannot honour.
+
+Owns the checks and their messages, none of which moves a tensor. Options that never enter a group
+are `options.py`'s.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer.errors import UserError
+from trainer.optim.bucket import BYTES
+from trainer.optim.groups import NamedGroup
+from trainer.optim.plan import PlannedGroup
+from trainer.optim.state import as_matrices, local
+
+_NUMBERS = (
+    ("lr", None),
+    ("mu", 1),
+    ("beta1", 1),
+    ("beta2", 1),
+    ("weight_decay", None),
+    ("epsilon", None),
+)
+"""Hyperparameters that are numbers of at least 0, and what each must stay below."""
+
+_SWITCHES = ("nesterov", "cautious_wd", "flatten")
+_OTHERS = ("algorithm", "adjust_lr", "step", "initial_lr")
+_KNOWN = {name for name, _ in _NUMBERS} | {*_SWITCHES, *_OTHERS}
+
+
+def check_group(group: dict[str, Any], named: NamedGroup) -> None:
+    """Check a param group's hyperparameters and that Muon's members are matrices.
+
+    Raises:
+        UserError: naming the hyperparameter or the parameter.
+    """
+    unknown = sorted(set(named.settings) - _KNOWN)
+    if unknown:
+        raise UserError(
+            f"param group {named.name} sets {', '.join(unknown)}: not a hyperparameter of Muon, "
+            f"which has {', '.join(sorted(_KNOWN))}"
+        )
+    check_numbers(group)
+    for key in _SWITCHES:
+        if not isinstance(group[key], bool):
+            raise UserError(f"{key}={group[key]!r}: must be True or False")
+    if group["algorithm"] not in ("muon", "adamw"):
+        raise UserError(f"algorithm={group['algorithm']!r}: choose 'muon' or 'adamw'")
+    for name, parameter in named.named_parameters:
+        _check_member(name, parameter)
+        if group["algorithm"] == "muon":
+            _check_matrix(name, parameter, flatten=group["flatten"])
+
+
+def check_numbers(group: dict[str, Any]) -> None:
+    """Check the hyperparameters that a schedule may change between steps.
+
+    Raises:
+        UserError: naming the hyperparameter.
+    """
+    for key, high in _NUMBERS:
+        value = _number(group[key])
+        if not (0 <= value < math.inf and (high is None or value < high)):
+            rule = "a finite number of at least 0" if high is None else "a number in [0, 1)"
+            raise UserError(f"{key}={group[key]!r}: must be {rule}")
+
+
+def check_unchanged(group: dict[str, Any], planned: PlannedGroup) -> None:
+    """Check that a group still says what the plan was made for.
+
+    Raises:
+        UserError: naming the hyperparameter.
+    """
+    for key, value in (
+        ("algorithm", planned.algorithm),
+        ("flatten", planned.flatten),
+        ("adjust_lr", planned.adjust_lr),
+    ):
+        if group[key] != value:
+            raise UserError(
+                f"param group {planned.name}: {key} was {value!r} when Muon was built and is now "
+                f"{group[key]!r}; the plan rests on it: build the optimizer anew"
+            )
+
+
+def check_devices(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that parameters have memory, all on one device.
+
+    Raises:
+        UserError: naming a parameter.
+    """
+    first: tuple[str, torch.device] | None = None
+    for name, parameter in named:
+        device = local(parameter).device
+        if device.type == "meta":
+            raise UserError(f"parameter {name} is on meta: give it memory before the optimizer")
+        first = first or (name, device)
+        if device != first[1]:
+            raise UserError(
+                f"parameter {name} is on {device}, {first[0]} on {first[1]}: move them to one "
+                "device, or build an optimizer for each"
+            )
+
+
+def check_gradient(name: str, parameter: Tensor) -> None:
+    """Check that a gradient can be added to momentum shard by shard.
+
+    Raises:
+        UserError: it is sparse, or lies otherwise than its parameter.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    if gradient.is_sparse:
+        raise UserError(
+            f"the gradient of {name} is sparse: momentum is dense; build its embedding with "
+            "sparse=False"
+        )
+    if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
+        return
+    if gradient.placements != parameter.placements:
+        raise UserError(
+            f"the gradient of {name} has placements {gradient.placements}, the parameter "
+            f"{parameter.placements}: redistribute it to the parameter's before the step"
+        )
+
+
+def check_flag(finite: Tensor | None) -> None:
+    """Check the flag that lets a step through, by its type alone.
+
+    Raises:
+        UserError: it is no 0-d bool tensor.
+    """
+    if finite is None:
+        return
+    if isinstance(finite, Tensor) and finite.dtype == torch.bool and finite.ndim == 0:
+        return
+    raise UserError(
+        f"finite={finite!r}: must be a bool tensor of no dim on the parameters' device, such as "
+        "loss.detach().isfinite(), or None"
+    )
+
+
+def _number(value: Any) -> float:
+    """Return a number, or nan for what is none."""
+    is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    return float(value) if is_number else math.nan
+
+
+def _check_member(name: str, parameter: Tensor) -> None:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    if dtype not in BYTES:
+        raise UserError(
+            f"parameter {name} is of {dtype}: Muon updates {', '.join(BYTES)}; leave it out"
+        )
+
+
+def _check_matrix(name: str, parameter: Tensor, *, flatten: bool) -> None:
+    if parameter.ndim < 2:
+        raise UserError(
+            f"parameter {name} of shape {list(parameter.shape)} is no matrix: Muon needs two dims "
+            "or more; put it in an adamw group"
+        )
+    shard = local(parameter)
+    try:
+        shard.view(as_matrices(shard, flatten=flatten).shape)
+    except RuntimeError as error:
+        raise UserError(
+            f"parameter {name} of shape {list(parameter.shape)} and strides {shard.stride()} is no "
+            "view of matrices: make it contiguous before building the optimizer"
+        ) from error

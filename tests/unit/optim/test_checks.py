@@ -1,0 +1,146 @@
+import math
+from collections.abc import Generator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainer.errors import UserError
+from trainer.optim.checks import (
+    check_devices,
+    check_flag,
+    check_gradient,
+    check_group,
+    check_numbers,
+    check_unchanged,
+)
+from trainer.optim.groups import NamedGroup
+from trainer.optim.plan import PlannedGroup
+
+GROUP = {
+    "lr": 0.1, "mu": 0.9, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "epsilon": 1e-8,
+    "nesterov": False, "cautious_wd": False, "flatten": False, "algorithm": "muon",
+    "adjust_lr": None, "step": 0,
+}  # fmt: skip
+
+
+def named(*parameters, **settings) -> NamedGroup:
+    return NamedGroup("dense", tuple((f"p{i}", p) for i, p in enumerate(parameters)), settings)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e-9, None, "0.1", True], ids=repr)
+@pytest.mark.parametrize("key", ["lr", "mu", "beta1", "beta2", "weight_decay", "epsilon"])
+def test_hyperparameters_are_finite_numbers_of_at_least_zero(key, value) -> None:
+    with pytest.raises(UserError, match=f"{key}={value!r}: must be a"):
+        check_numbers({**GROUP, key: value})
+
+
+@pytest.mark.parametrize("value", [0, 0.0, torch.tensor(0.5)], ids=repr)
+def test_zero_and_tensors_are_numbers(value) -> None:
+    check_numbers({**GROUP, "lr": value, "mu": value, "weight_decay": value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nesterov": "false"}, "nesterov='false': must be True or False"),
+        ({"cautious_wd": 1}, "cautious_wd=1: must be"),
+        ({"flatten": None}, "flatten=None: must be"),
+        ({"algorithm": "adam"}, "algorithm='adam': choose 'muon' or 'adamw'"),
+    ],
+    ids=str,
+)
+def test_switches_and_algorithms_are_checked(change, message) -> None:
+    with pytest.raises(UserError, match=message):
+        check_group({**GROUP, **change}, named())
+
+
+@pytest.mark.parametrize("key", ["learning_rate", "betas", "ns_steps"])
+def test_a_hyperparameter_that_nothing_reads_is_refused(key) -> None:
+    with pytest.raises(UserError, match=f"group dense sets {key}: not a hyperparameter"):
+        check_group(GROUP, named(**{key: 1}))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (torch.ones(3), r"p0 of shape \[3\] is no matrix"),
+        (torch.ones(2, 2, dtype=torch.complex64), "p0 is of complex64"),
+        (torch.ones(2, 2, dtype=torch.int64), "p0 is of int64"),
+    ],
+    ids=["vector", "complex", "integers"],
+)
+def test_members_are_float_matrices(parameter, message) -> None:
+    with pytest.raises(UserError, match=message):
+        check_group(GROUP, named(parameter))
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["stack", "flattened"])
+def test_matrices_must_be_a_view_of_the_parameter(flatten) -> None:
+    group, kernel = {**GROUP, "flatten": flatten}, torch.ones(4, 3, 2, 2)
+    check_group(group, named(kernel))
+    with pytest.raises(UserError, match=r"p0 of shape \[4, 3, 2, 2\] and strides .*contiguous"):
+        check_group(group, named(kernel.to(memory_format=torch.channels_last)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("algorithm", "adamw"), ("flatten", True), ("adjust_lr", "rms_norm")]
+)
+def test_what_the_plan_rests_on_cannot_change(key, value) -> None:
+    planned = PlannedGroup("dense", "muon", (), flatten=False, adjust_lr=None)
+    check_unchanged({**GROUP, "lr": 5.0}, planned)
+    with pytest.raises(UserError, match=f"group dense: {key} was .* now {value!r}"):
+        check_unchanged({**GROUP, key: value}, planned)
+
+
+def test_parameters_have_memory_on_one_device() -> None:
+    here = ("a", torch.ones(2))
+    check_devices([here, ("b", nn.Parameter(torch.ones(2)))])
+    with pytest.raises(UserError, match="parameter b is on meta"):
+        check_devices([here, ("b", torch.ones(2, device="meta"))])
+
+
+@pytest.mark.parametrize(
+    "finite",
+    [True, 1, torch.tensor(1), torch.tensor(1.0), torch.tensor([True])],
+    ids=repr,
+)
+def test_a_flag_of_another_type_is_refused_before_anything_moves(finite) -> None:
+    with pytest.raises(UserError, match=r"finite=.*must be a bool tensor of no dim"):
+        check_flag(finite)
+
+
+def test_a_flag_may_be_missing() -> None:
+    check_flag(None)
+    check_flag(torch.tensor(False))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Generator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    dist.destroy_process_group()
+
+
+def on(mesh, *placements) -> DTensor:
+    return DTensor.from_local(torch.ones(2, 4), mesh, placements, run_check=False)
+
+
+def test_a_gradient_that_lies_elsewhere_is_refused_by_name(mesh) -> None:
+    parameter = torch.nn.Parameter(on(mesh, Replicate(), Shard(0)))
+    parameter.grad = on(mesh, Replicate(), Shard(0))
+    check_gradient("w", parameter)
+    parameter.grad = on(mesh, Shard(0), Replicate())
+    with pytest.raises(UserError, match=r"gradient of w has placements \(Shard\(dim=0\), Rep"):
+        check_gradient("w", parameter)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    weight = nn.Parameter(torch.ones(4, 2))
+    weight.grad = torch.eye(4, 2).to_sparse()
+    with pytest.raises(UserError, match="gradient of w is sparse"):
+        check_gradient("w", weight)
