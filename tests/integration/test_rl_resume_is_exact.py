@@ -1,6 +1,7 @@
 """A run of RL that stops and resumes, rollouts in flight, is the run that never stopped."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pytestmark = pytest.mark.distributed
 
 TIMES = ("time/", "perf/", "optim/momentum_ms", "optim/newton_schulz_ms", "optim/exchange")
 TIMES += ("optim/update_ms", "rollout/tokens_per_second")
+LATEST = {"ckpt": {"resume": "latest"}}
 CHANGES: dict[str, Any] = {
     "rollout": {"num_updates": 2, "temperature": 0.9},
     "loss": {"old_log_probs": "trainer", "kl_coef": 0.05, "advantage": "std"},
@@ -20,20 +22,44 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def run_all(folder: str) -> None:
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "rollout.temperature=0.5: ": {"rollout": {"num_updates": 2, "temperature": 0.5}},
+    "rollout.num_updates=4: ": {"rollout": {"num_updates": 4, "temperature": 0.9}},
+    "loss.old_log_probs='sampler': ": {"loss": {"kl_coef": 0.05, "advantage": "std"}},
+}
+"""Changes that rollouts in flight do not bear, by the beginning of the refusal."""
+
+
+def run_all(folder: str) -> list[str]:
+    from trainer.errors import UserError
     from trainer.loops.rl import run_rl
 
     whole, parted = Path(folder) / "whole", Path(folder) / "parted"
     run_rl(rl_config(whole, max_steps=5, **CHANGES))
     # Step 3 is the first of the two on the second batch: the other half is in flight.
     run_rl(rl_config(parted, max_steps=3, **CHANGES))
-    run_rl(rl_config(parted, max_steps=5, ckpt={"resume": "latest"}, **CHANGES))
+    shutil.copytree(parted, Path(folder) / "on two")
+    messages = []
+    for changes in OTHERWISE.values():
+        with pytest.raises(UserError) as caught:
+            run_rl(rl_config(parted, max_steps=5, **LATEST, **(CHANGES | changes)))
+        messages.append(str(caught.value))
+    run_rl(rl_config(parted, max_steps=5, **LATEST, **CHANGES))
+    return messages
+
+
+def resume_on_two(folder: str) -> None:
+    from trainer.loops.rl import run_rl
+
+    run_rl(rl_config(Path(folder) / "on two", max_steps=5, **LATEST, **CHANGES))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
-    run_ranks(1, run_all, str(folder), timeout_s=200)
+    (messages,) = run_ranks(1, run_all, str(folder), timeout_s=200)
+    (folder / "refusals.json").write_text(json.dumps(messages))
+    run_ranks(2, resume_on_two, str(folder), timeout_s=200)
     return folder / "whole", folder / "parted"
 
 
@@ -65,6 +91,23 @@ def test_rollouts_are_those_of_the_whole_run(folders):
     assert names == sorted(path.name for path in parted.iterdir())
     for name in names:
         assert (whole / name).read_bytes() == (parted / name).read_bytes()
+
+
+def test_rollouts_in_flight_refuse_what_they_were_not_made_under(folders):
+    messages = json.loads((folders[0].parent / "refusals.json").read_text())
+    for beginning, message in zip(OTHERWISE, messages, strict=True):
+        assert message.startswith(beginning)
+        assert "12 rollouts made under" in message
+
+
+def test_two_ranks_go_on_with_rollouts_in_flight(folders):
+    whole, on_two = (metrics_of(folder) for folder in (folders[0], folders[0].parent / "on two"))
+    for line, reference in zip(on_two[3:], whole[3:], strict=True):
+        for name in ("reward/mean", "rollout/weights_version", "rollout/off_policy_steps"):
+            assert line[name] == reference[name]
+        for name in ("loss/mean", "optim/grad_norm", "reference_kl/mean", "ratio/max"):
+            # fp32 sums over another split.
+            assert line[name] == pytest.approx(reference[name], abs=1e-5, rel=1e-4), name
 
 
 def test_later_updates_of_a_batch_are_off_policy_and_say_so(folders):

@@ -157,6 +157,7 @@ class Rounds:
             if flight is None
             else {
                 "num_updates_done": flight.num_updates_done,
+                "settings": sampling_settings(self._config),
                 "metrics": flight.batch.metrics,
                 "rollouts": [r.state_dict() for group in flight.batch.groups for r in group],
             },
@@ -178,15 +179,16 @@ class Rounds:
         Ranks().on_first(lambda: cut_rollouts_after(folder, step), OSError)
 
     def _restore(self, state: dict[str, Any]) -> InFlight:
-        rollout = self._config.rollout
         rollouts = [Rollout.from_state(entry) for entry in state["rollouts"]]
-        groups = tuple(in_groups(rollouts, rollout.num_samples))
-        if len(rollouts) != rollout.num_prompts * rollout.num_samples:
-            raise UserError(
-                f"rollout.num_prompts={rollout.num_prompts}, num_samples={rollout.num_samples}: "
-                f"the checkpoint holds {len(rollouts)} rollouts that are still to be trained on; "
-                "resume with the numbers of the checkpoint"
-            )
+        for field, value in sampling_settings(self._config).items():
+            saved = state["settings"][field]
+            if value != saved:
+                raise UserError(
+                    f"{field}={value!r}: the checkpoint holds {len(rollouts)} rollouts made under "
+                    f"{saved!r}, some of them still to be trained on; resume with {saved!r}, or "
+                    "from a step that ends a batch"
+                )
+        groups = tuple(in_groups(rollouts, self._config.rollout.num_samples))
         return InFlight(RolloutBatch(groups, state["metrics"]), state["num_updates_done"])
 
     def _sample(self) -> RolloutBatch:
@@ -201,6 +203,21 @@ class Rounds:
         folder = self._run.folder / "rollouts"
         Ranks().on_first(lambda: write_rollouts(rollouts, folder, version + 1), OSError)
         return batch
+
+
+def sampling_settings(config: RLConfig) -> dict[str, Any]:
+    """Return what rollouts in flight were made under, by field: what must not change with them."""
+    rollout, loss = config.rollout, config.loss
+    return {
+        "rollout.num_prompts": rollout.num_prompts,
+        "rollout.num_samples": rollout.num_samples,
+        "rollout.num_updates": rollout.num_updates,
+        "rollout.temperature": rollout.temperature,
+        "rollout.truncated": rollout.truncated,
+        "rollout.truncation_penalty": rollout.truncation_penalty,
+        "loss.advantage": loss.advantage,
+        "loss.old_log_probs": loss.old_log_probs,
+    }
 
 
 def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
