@@ -116,6 +116,10 @@ class Presence:
         return both_2P.amin(0)
 
     def _to_device(self, rows: list[list[bool]]) -> Tensor:
+        if all(map(all, rows)):
+            # The usual case, without a copy from the host.
+            shape = len(rows), len(rows[0])
+            return torch.ones(shape, dtype=torch.int32, device=self._device)
         host = torch.tensor(rows, dtype=torch.int32)
         if self._device.type != "cuda":
             return host

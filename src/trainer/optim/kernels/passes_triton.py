@@ -21,9 +21,9 @@ from trainer.optim.kernels.launches import record_launch
 _TILE = 8192
 """Elements that a program takes at a time."""
 
-_NUM_BLOCKS = 8
-"""Tiles a part of the first two passes: the second adds up a matrix's partial results anew for each
-part, so these must be few."""
+_NUM_BLOCKS = 16
+"""Tiles a part, which a program takes at a time: finding a part costs several loads one after the
+other, and the second pass adds up a matrix's partial results anew for each part."""
 
 _WARPS = 16
 
@@ -58,6 +58,12 @@ def _is_open(table_ptr, matrix):
     address = _address(table_ptr, matrix, 3)
     flag = tl.load(address.to(tl.pointer_type(tl.int8)), mask=address != 0, other=1)
     return flag != 0
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """Of an int32 in [-126, 127], fp32, exact."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_work"])
@@ -150,6 +156,7 @@ def _normalize_kernel(
     num_parts,
     num_work,
     NUM_PARTS: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
     NESTEROV: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
@@ -166,6 +173,7 @@ def _normalize_kernel(
             num_parts,
             work,
             NUM_PARTS,
+            MAX_EXPONENT,
             NESTEROV,
             NUM_BLOCKS,
             TILE,
@@ -183,6 +191,7 @@ def _normalize_part(
     num_parts,
     work,
     NUM_PARTS: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
     NESTEROV: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
@@ -194,13 +203,20 @@ def _normalize_part(
         axis=0,
     )
     inverse = 1.0 / tl.sqrt(tl.where(total == 0.0, 1.0, total))
+    # The inverse may leave fp32's range, and an fp64 product an element would bound the pass: a
+    # power of two in its range, exact, then the rest.
+    bits = inverse.to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) & 0x7FF).to(tl.int32) - 1023
+    shift = tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT)
+    mantissa = ((bits & 0xFFFFFFFFFFFFF) | (1023 << 52)).to(tl.float64, bitcast=True)
+    rest = mantissa.to(tl.float32) * _power_of_two(exponent - shift)
     y_ptr = out_ptr + matrix * num_elements
     for block in range(NUM_BLOCKS):
         offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
         inside = offsets < num_elements
         u = _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV)
-        y = (u.to(tl.float64) * inverse).to(tl.float32).to(out_ptr.dtype.element_ty)
-        tl.store(y_ptr + offsets, y, mask=inside)
+        y = (u * _power_of_two(shift)) * rest
+        tl.store(y_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_work"])
@@ -273,7 +289,7 @@ def _message_part(
     exponent = ((bits >> 52) & 0x7FF).to(tl.int32) - 1022
     exponent = tl.where(largest == 0.0, ZERO_EXPONENT, exponent)
     shift = -tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT)
-    factor = ((shift + 127) << 23).to(tl.float32, bitcast=True)
+    factor = _power_of_two(shift)
     y_ptr = out_ptr + matrix * row_stride
     for block in range(NUM_BLOCKS):
         offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
@@ -288,19 +304,29 @@ def _message_part(
 
 @triton.jit(do_not_specialize=["num_work"])
 def _update_kernel(
-    table_ptr, update_ptr, num_elements, kept, step_size, num_tiles, num_work, TILE: tl.constexpr
+    table_ptr,
+    update_ptr,
+    num_elements,
+    kept,
+    step_size,
+    num_parts,
+    num_work,
+    NUM_BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """W <- w * kept - step_size * O."""
     work = tl.program_id(0)
     while work < num_work:
-        matrix, tile = (work // num_tiles).to(tl.int64), work % num_tiles
+        matrix, part = (work // num_parts).to(tl.int64), work % num_parts
         if _is_open(table_ptr, matrix):
             w_ptr = _matrix_ptr(table_ptr, matrix, 2)
-            offsets = tile * TILE + tl.arange(0, TILE)
-            inside = offsets < num_elements
-            update = tl.load(update_ptr + matrix * num_elements + offsets, mask=inside, other=0.0)
-            w = tl.load(w_ptr + offsets, mask=inside, other=0.0)
-            tl.store(w_ptr + offsets, w * kept - step_size * update.to(tl.float32), mask=inside)
+            o_ptr = update_ptr + matrix * num_elements
+            for block in range(NUM_BLOCKS):
+                offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
+                inside = offsets < num_elements
+                update = tl.load(o_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+                w = tl.load(w_ptr + offsets, mask=inside, other=0.0)
+                tl.store(w_ptr + offsets, w * kept - step_size * update, mask=inside)
         work += tl.num_programs(0)
 
 
@@ -384,6 +410,7 @@ def launch_normalize(
         num_parts,
         kept_BP.numel(),
         NUM_PARTS=triton.next_power_of_2(num_parts),
+        MAX_EXPONENT=_MAX_EXPONENT,
         NESTEROV=nesterov,
         NUM_BLOCKS=_NUM_BLOCKS,
         TILE=_TILE,
@@ -453,16 +480,17 @@ def launch_update(
     """
     record_launch("triton.update")
     num_elements = update_BMN[0].numel()
-    num_tiles = triton.cdiv(num_elements, _TILE)
-    num_work = len(table_B4) * num_tiles
+    num_parts = triton.cdiv(num_elements, _NUM_BLOCKS * _TILE)
+    num_work = len(table_B4) * num_parts
     _update_kernel[_grid(num_work, is_beside)](
         table_B4,
         update_BMN,
         num_elements,
         1 - decay,
         step_size,
-        num_tiles,
+        num_parts,
         num_work,
+        NUM_BLOCKS=_NUM_BLOCKS,
         TILE=_TILE,
         **_options(is_beside),
     )
