@@ -8,7 +8,8 @@ Tune: both optimizers try the same learning rates at seed 0: Muon's updates have
 AdamW's at equal rates (`adjust_lr = "rms_norm"`). Muon's AdamW groups (embeddings, head, norms) are
 not tuned: they take the rate that won for AdamW, and what its neighbours would have done is shown.
 Warm-up, decay, weight decay, clipping and betas are the same. Compare: each winner over all seeds.
-Overlay: `impl`, `kernel` and sharding on one seed, whose curves must coincide. Runs one after
+Overlay: `impl`, `kernel` and sharding on one seed, whose curves must coincide, or
+in bfloat16 lie as near as its rounding allows. Runs one after
 another, one CPU thread a rank; a run that is finished in `--out` is not repeated, so the study can
 be interrupted. Ends with the figures, the table and one JSON line; `report.py` draws them.
 """
@@ -17,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,14 +46,39 @@ SETTINGS = {
     "adamw": ("--optim.type", "adamw", "--optim.weight-decay", "0.01"),
     "muon": (),
 }
-OVERLAYS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "impl stacked, 1 rank": (1, ()),
-    "impl per_matrix": (1, ("--optim.impl", "per_matrix")),
-    "kernel gram": (1, ("--optim.kernel", "gram")),
-    "2 ranks, fsdp": (2, ("--parallel.dp-shard", "2")),
-    "2 ranks, ep": (2, ("--parallel.dp-shard", "2", "--parallel.ep", "2")),
-    "2 ranks, replicas": (2, ("--parallel.dp-replicate", "2", "--parallel.dp-shard", "1")),
+WIDE = (
+    *("--model.architecture.hidden-size", "192"),
+    *("--model.architecture.num-key-value-heads", "4"),
+    *("--model.architecture.moe-intermediate-size", "128"),
+    *("--optim.split-gate-up", "true"),
+)
+"""Every matrix but the routers is 128x192 or 192x128: `gram` fuses two of its rows in bfloat16."""
+_FP32 = (*WIDE, "--optim.kernel", "dense", "--optim.ns-dtype", "float32")
+_BF16 = (*WIDE, "--optim.ns-dtype", "bfloat16", "--optim.kernel")
+_TWO_REPLICAS = ("--parallel.dp-replicate", "2")
+OVERLAYS: dict[str, dict[str, tuple[int, tuple[str, ...]]]] = {
+    "the demo's shapes, float32": {
+        "stacked, 1 rank": (1, ()),
+        "per_matrix": (1, ("--optim.impl", "per_matrix")),
+        "2 ranks, fsdp": (2, ("--parallel.dp-shard", "2")),
+        "2 ranks, ep 2": (2, ("--parallel.dp-shard", "2", "--parallel.ep", "2")),
+        "2 ranks, replicas": (2, (*_TWO_REPLICAS, "--parallel.dp-shard", "1")),
+        "4 ranks, replicas of ep 2": (
+            4,
+            (*_TWO_REPLICAS, "--parallel.dp-shard", "2", "--parallel.ep", "2"),
+        ),
+    },
+    "wide shapes": {
+        "dense, float32": (1, _FP32),
+        "dense, bfloat16": (1, (*_BF16, "dense")),
+        "gram, bfloat16": (1, (*_BF16, "gram")),
+        "gram, bfloat16, 2 ranks, ep 2": (
+            2,
+            (*_BF16, "gram", "--parallel.dp-shard", "2", "--parallel.ep", "2"),
+        ),
+    },
 }
+"""By what is to coincide: its first run is what the others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +121,12 @@ def main() -> None:
         lr: final_loss(run(out, trial("muon", best["muon"], 0, arguments.steps, lr)))
         for lr in neighbours
     }
-    overlays = dict(list(OVERLAYS.items())[: 2 if arguments.short else None])
     overlaid = {
-        name: run(out, overlay_trial(name, best["muon"], num_ranks, flags, arguments.overlay_steps))
-        for name, (num_ranks, flags) in overlays.items()
+        group: {
+            name: run(out, overlay_trial(f"{group} {name}", best, *how, arguments.overlay_steps))
+            for name, how in list(ways.items())[: 2 if arguments.short else None]
+        }
+        for group, ways in list(OVERLAYS.items())[: 1 if arguments.short else None]
     }
     record = summarize(arguments, tuned, best, compared, overlaid)
     report(out, record)
@@ -128,12 +157,14 @@ def trial(optimizer: str, lr: float, seed: int, num_steps: int, adamw_lr: float 
 
 
 def overlay_trial(
-    name: str, lr: float, num_ranks: int, flags: tuple[str, ...], num_steps: int
+    name: str, best: dict[str, float], num_ranks: int, flags: tuple[str, ...], num_steps: int
 ) -> Trial:
-    """Return the run of one way to compute the same."""
-    label = "".join(character if character.isalnum() else "-" for character in name)
-    flags = ("--optim.lr", str(lr), *flags)
-    return Trial(f"overlay-{label}-lr{lr}-{num_steps}", flags, num_ranks, num_steps)
+    """Return the run of one way to compute the same, at the rates that won."""
+    label = "-".join(re.findall(r"\w+", name))
+    rates = ("--optim.lr", str(best["muon"]), "--optim.adamw-lr", str(best["adamw"]))
+    return Trial(
+        f"overlay-{label}-lr{best['muon']}-{num_steps}", (*rates, *flags), num_ranks, num_steps
+    )
 
 
 def final_loss(lines: list[dict[str, Any]]) -> float:
@@ -194,7 +225,7 @@ def summarize(
     tuned: dict[str, dict[float, float]],
     best: dict[str, float],
     compared: dict[str, list[list[dict[str, Any]]]],
-    overlaid: dict[str, list[dict[str, Any]]],
+    overlaid: dict[str, dict[str, list[dict[str, Any]]]],
 ) -> dict[str, Any]:
     """Return what the study found, as JSON."""
     import torch
@@ -210,7 +241,10 @@ def summarize(
         "best_lr": best,
         "overlay_lr": best["muon"],
         "compared": {name: [curve(lines) for lines in runs] for name, runs in compared.items()},
-        "overlaid": {name: curve(lines)["loss"] for name, lines in overlaid.items()},
+        "overlaid": {
+            group: {name: curve(lines)["loss"] for name, lines in ways.items()}
+            for group, ways in overlaid.items()
+        },
     }
 
 

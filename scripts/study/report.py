@@ -37,22 +37,27 @@ def draw_comparison(record: dict[str, Any], out: Path) -> None:
 
 
 def draw_overlay(record: dict[str, Any], out: Path) -> None:
-    """Draw training losses that must coincide, and how far each is from the first."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    """Draw training losses that must coincide and their distance from the first; a row a group."""
+    groups = record["overlaid"]
+    figure = Figure(figsize=(10, 4 * len(groups)), layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
-    reference = next(iter(record["overlaid"].values()))
-    for name, losses in record["overlaid"].items():
-        steps = range(1, len(losses) + 1)
-        above.plot(steps, losses, label=name)
-        apart = [max(1e-9, abs(a - b)) for a, b in zip(losses, reference, strict=True)]
-        below.semilogy(steps, apart, label=name)
-    above.set_ylabel("training loss")
-    below.set_ylabel("distance from the first (1e-9: none)")
-    for axes in (above, below):
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+    for row, (group, curves) in enumerate(groups.items()):
+        losses_axes, apart_axes = (
+            figure.add_subplot(len(groups), 2, 2 * row + column) for column in (1, 2)
+        )
+        reference = next(iter(curves.values()))
+        for name, losses in curves.items():
+            steps = range(1, len(losses) + 1)
+            losses_axes.plot(steps, losses, label=name)
+            apart_axes.semilogy(
+                steps, [max(1e-9, d) for d in _apart(losses, reference)], label=name
+            )
+        losses_axes.set_ylabel(f"training loss, {group}")
+        apart_axes.set_ylabel("distance from the first (1e-9: none)")
+        for axes in (losses_axes, apart_axes):
+            axes.set_xlabel("step")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
     figure.savefig(out, dpi=120)
 
 
@@ -88,18 +93,30 @@ def _comparison(record: dict[str, Any]) -> list[str]:
 def _tuning(record: dict[str, Any]) -> list[str]:
     lines = ["| optimizer | learning rate: validation loss at seed 0 |", "|---|---|"]
     for name, losses in record["tuning"].items():
-        tried = ", ".join(f"{lr}: {loss:.4f}" for lr, loss in losses.items())
+        tried = ", ".join(
+            f"{lr}: diverged" if loss is None else f"{lr}: {loss:.4f}"
+            for lr, loss in losses.items()
+        )
         lines.append(f"| {name} | {tried} |")
     return lines
 
 
 def _overlay(record: dict[str, Any]) -> list[str]:
-    reference = next(iter(record["overlaid"].values()))
-    lines = ["| same run, computed as | greatest distance of its loss |", "|---|---|"]
-    for name, losses in record["overlaid"].items():
-        apart = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
-        lines.append(f"| {name} | {apart:.1e} over {len(losses)} steps |")
+    lines = [
+        "| same run, computed as | mean distance of its loss a step | greatest |",
+        "|---|---|---|",
+    ]
+    for group, curves in record["overlaid"].items():
+        reference = next(iter(curves.values()))
+        for name, losses in curves.items():
+            apart = _apart(losses, reference)
+            cells = [f"{group}: {name}", f"{statistics.mean(apart):.1e}", f"{max(apart):.1e}"]
+            lines.append("| " + " | ".join(cells) + f" of {len(losses)} steps |")
     return lines
+
+
+def _apart(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    return [abs(a - b) for a, b in zip(losses, reference, strict=True)]
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -1,16 +1,24 @@
 """The short form of the optimizer study runs from nothing to figures, table and JSON."""
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from scripts.study.optimizers import WIDE
+from trainer.optim.coefficients import resolve_coefficients
+from trainer.optim.kernels.gram import gram_segments, single_segments
 
 pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "scripts.study.optimizers"
+QUERY_SIZE = 4 * 32
+"""Heads of configs/pretrain/demo.toml by their size."""
 
 
 def test_short_study_reports_and_does_not_repeat_finished_runs(tmp_path):
@@ -19,10 +27,9 @@ def test_short_study_reports_and_does_not_repeat_finished_runs(tmp_path):
     first = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert first.returncode == 0, first.stderr[-3000:]
     record = json.loads((tmp_path / "optimizers.json").read_text())
-    assert record["best_lr"] == {"adamw": 0.002, "muon": 0.01}
-    assert record["overlaid"]["impl per_matrix"] == pytest.approx(
-        record["overlaid"]["impl stacked, 1 rank"], abs=1e-4
-    )
+    assert record["best_lr"] == {"adamw": 0.002, "muon": 0.002}
+    (overlaid,) = record["overlaid"].values()
+    assert overlaid["per_matrix"] == pytest.approx(overlaid["stacked, 1 rank"], abs=1e-4)
     assert {"optimizers.png", "overlay.png", "table.md"} <= {p.name for p in tmp_path.iterdir()}
     log = (tmp_path / "optimizers.log").read_text()
     assert len(log.splitlines()) == 4, "one run an optimizer, one an overlaid setting"
@@ -30,3 +37,13 @@ def test_short_study_reports_and_does_not_repeat_finished_runs(tmp_path):
     assert again.returncode == 0, again.stderr[-3000:]
     assert (tmp_path / "optimizers.log").read_text() == log
     assert json.loads(again.stdout.splitlines()[-1])["steps"] == 2
+
+
+def test_the_shapes_of_the_kernels_overlay_are_such_that_gram_fuses_in_bfloat16():
+    sizes = dict(itertools.pairwise(WIDE))
+    hidden = int(sizes["--model.architecture.hidden-size"])
+    expert = int(sizes["--model.architecture.moe-intermediate-size"])
+    rows = resolve_coefficients("quintic", 5)
+    for other in (expert, QUERY_SIZE):
+        assert gram_segments(rows, torch.bfloat16, other, hidden) == (2, 1, 1, 1)
+        assert gram_segments(rows, torch.float32, other, hidden) == single_segments(5)
