@@ -25,6 +25,7 @@ from trainer.parallel import build_mesh
 from trainer.parallel.world import open_world
 from trainer.rl.engine import Sampling
 from trainer.rl.local import LocalEngine
+from trainer.rl.scoring import Scorer
 
 RL = "configs/rl/demo.toml"
 SFT = "configs/sft/demo.toml"
@@ -104,7 +105,8 @@ def pass_rate(weights: Path) -> float:
             batch_size=config.rollout.batch_size,
         )
         sampling = Sampling.from_config(config.rollout, stop_ids(config, tokenizer))
-        collector = Collector(config, tokenizer, engine, sampling)
+        scorer = Scorer.from_config(config.env)
+        collector = Collector(config, tokenizer, engine, sampling, scorer)
         answers = collector.evaluate(setup_prompts(config, tokenizer).held_out, 0)
     return fmean(answer.is_pass for answer in answers)
 

@@ -1,7 +1,9 @@
 """A run of RL that stops and resumes, rollouts in flight, is the run that never stopped."""
 
+import itertools
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,26 @@ def run_all(folder: str) -> list[str]:
     return messages
 
 
+def run_with_stops(folder: str) -> list[int]:
+    """Stop a run while it samples its first and its second batch; return the steps it saved."""
+    from trainer.errors import Interrupted
+    from trainer.loops.rl import run_rl
+    from trainer.parallel.signals import StopSignal
+
+    run = Path(folder) / "stopped"
+    # A batch is decoded in two parts, each asks once; then each of two steps.
+    for call in (2, 6, None):
+        asked = itertools.count(1)
+        StopSignal.agreed = lambda self, c=call, n=asked: signal.SIGTERM if next(n) == c else None
+        config = rl_config(run, max_steps=5, **LATEST, **CHANGES)
+        if call is None:
+            run_rl(config)
+        else:
+            with pytest.raises(Interrupted):
+                run_rl(config)
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
+
+
 def resume_on_two(folder: str) -> None:
     from trainer.loops.rl import run_rl
 
@@ -60,6 +82,8 @@ def folders(tmp_path_factory):
     (messages,) = run_ranks(1, run_all, str(folder), timeout_s=200)
     (folder / "refusals.json").write_text(json.dumps(messages))
     run_ranks(2, resume_on_two, str(folder), timeout_s=200)
+    (saved,) = run_ranks(1, run_with_stops, str(folder), timeout_s=200)
+    assert saved == [0, 2, 5]
     return folder / "whole", folder / "parted"
 
 
@@ -108,6 +132,15 @@ def test_two_ranks_go_on_with_rollouts_in_flight(folders):
         for name in ("loss/mean", "optim/grad_norm", "reference_kl/mean", "ratio/max"):
             # fp32 sums over another split.
             assert line[name] == pytest.approx(reference[name], abs=1e-5, rel=1e-4), name
+
+
+def test_a_run_stopped_while_it_samples_is_the_whole_run(folders):
+    whole, stopped = folders[0], folders[0].parent / "stopped"
+    weights = Path("weights") / "step_5" / "model.safetensors"
+    assert (stopped / weights).read_bytes() == (whole / weights).read_bytes()
+    assert metrics_of(stopped) == metrics_of(whole)
+    for path in (whole / "rollouts").iterdir():
+        assert (stopped / "rollouts" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_later_updates_of_a_batch_are_off_policy_and_say_so(folders):

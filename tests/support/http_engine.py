@@ -8,13 +8,13 @@ the version that the server holds.
 import json
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from trainer.rl.engine import Completion, Request, Sampling
+from trainer.rl.engine import Completion, Request, Sampling, go_on
 
 FIRST_TOKEN = ord("a")
 
@@ -45,8 +45,12 @@ class HttpEngine:
         self._version = 0
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        before_batch: Callable[[], None] = go_on,
     ) -> list[tuple[Completion, ...]]:
+        before_batch()
         body = {"requests": [asdict(r) for r in requests], "sampling": asdict(sampling)}
         return [
             tuple(

@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.checkpoint import CheckpointStore, compare_configs, refusal_message, start_model
 from trainer.checkpoint.rng import seed_all
-from trainer.config import RunConfig
+from trainer.config import RLConfig, RunConfig, SupervisedConfig
 from trainer.errors import Interrupted, UserError
 from trainer.loops.display import Display
 from trainer.loops.plan_file import describe_plan, kernel_choices
 from trainer.loops.run import Run
-from trainer.loops.run_folder import resolve_resume, write_config
+from trainer.loops.run_folder import check_output_dir, resolve_resume, write_config
+from trainer.loops.supervised import PackStream
 from trainer.metrics import MetricsWriter
 from trainer.optim import setup_optimizer
 from trainer.parallel import build_mesh
@@ -42,6 +43,7 @@ def open_run(
     tokenizer: PreTrainedTokenizerFast,
     kind: str,
     source_names: Sequence[str] = (),
+    stream: PackStream | None = None,
 ) -> Iterator[tuple[Run, dict[str, Any] | None]]:
     """Build everything a run needs, resume it if asked, and close it in order.
 
@@ -51,6 +53,8 @@ def open_run(
         tokenizer: Of the data; saved with the weights.
         kind: The display's title.
         source_names: Of the sources of data, to record the loss of each.
+        stream: Goes to the saved position before anything in the folder changes; None: the caller
+            sees to it.
 
     Yields:
         The run, and the data position to continue from (None: from the start).
@@ -64,6 +68,7 @@ def open_run(
     seed_all(config.seed)
     folder = Path(config.output_dir)
     ranks = Ranks()
+    ranks.on_first(lambda: check_output_dir(config.output_dir), UserError)
     store = CheckpointStore(
         folder / "checkpoints",
         keep_last=config.ckpt.keep_last,
@@ -74,16 +79,24 @@ def open_run(
     resume_step = ranks.on_first(lambda: resolve_resume(config, store), UserError)
     saved = None if resume_step is None else store.read_progress(resume_step)
     if saved is not None:
-        _check_config_changes(saved["config"], config, world)
+        _check_saved(saved, config, world)
     set_phase("set-up", is_timed=False)
     step = _build_step(config, world, saved, len(source_names))
     _check_vocabulary(step.model.config.vocab_size, tokenizer)
     if resume_step is not None:
         store.load(resume_step, step.model, step.optimizer)
+    if saved is not None and stream is not None:
+        position = saved["data"]
+        ranks.together(lambda: stream.load_state_dict(position))
     with ExitStack() as stack:
         stop_signal = stack.enter_context(StopSignal(has_launcher=world.size > 1))
         run = Run(config, world, tokenizer, step, store, stop_signal, source_names)
         _open_record(run, saved, kind, stack, ranks)
+        if world.is_first:
+            _warn_of_positions(config, step.model.config.max_position_embeddings)
+        if saved is not None:
+            run.profiler.warn_of_past_steps(step.progress.step)
+            run.save_missing_weights()
         try:
             yield run, None if saved is None else saved["data"]
         except Interrupted:
@@ -132,7 +145,7 @@ def _open_record(
             resume_step=resume_step,
         )
         run.writer = stack.enter_context(writer)
-        if saved is not None:
+        if saved is not None and saved["metrics"]:  # none before the first step
             run.writer.restore(run.progress.step, saved["metrics"])
         run.display = stack.enter_context(Display(config.max_steps, run.progress.step, kind))
 
@@ -148,8 +161,39 @@ def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerFast) -> No
         )
 
 
-def _check_config_changes(saved: dict[str, Any], config: RunConfig, world: World) -> None:
-    allowed, refused = compare_configs(saved, config.model_dump(mode="json"))
+def _warn_of_positions(config: RunConfig, max_position_embeddings: int) -> None:
+    match config:
+        case SupervisedConfig() | RLConfig() if config.data.seq_len > max_position_embeddings:
+            logger.warning(
+                "data.seq_len=%d exceeds the model's max_position_embeddings=%d: positions restart "
+                "with every document, but a longer one has positions that its readers may refuse; "
+                "lower data.seq_len, or raise model.architecture.max_position_embeddings",
+                config.data.seq_len,
+                max_position_embeddings,
+            )
+        case _:
+            pass
+
+
+def _check_saved(saved: dict[str, Any], config: RunConfig, world: World) -> None:
+    """Refuse a checkpoint that this run cannot go on from; log what changed since it.
+
+    Raises:
+        UserError: it is not of a loop of this trainer, is beyond the run, or is of another run.
+    """
+    missing = {"progress", "data", "config", "metrics"} - saved.keys()
+    if missing or saved["progress"].keys() != Progress().state_dict().keys():
+        raise UserError(
+            f"ckpt.resume={config.ckpt.resume!r}: the checkpoint's progress is not that of a run "
+            "of this trainer; resume from another step, or start a new run from its weights with "
+            "model.name"
+        )
+    if saved["progress"]["step"] > config.max_steps:
+        raise UserError(
+            f"max_steps={config.max_steps}: the checkpoint is of step {saved['progress']['step']}, "
+            "beyond the run's end; raise max_steps, or name an earlier step in ckpt.resume"
+        )
+    allowed, refused = compare_configs(saved["config"], config.model_dump(mode="json"))
     if refused:
         raise UserError(refusal_message(refused))
     if world.is_first:

@@ -5,7 +5,7 @@ with, and the loop checks it. `local.py` generates with the live model; a server
 another class with these three methods.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,13 +74,26 @@ class Completion:
     version: int
 
 
+def go_on() -> None:
+    """Let sampling continue, whatever happened meanwhile."""
+
+
 class Engine(Protocol):
     """Generates completions."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        before_batch: Callable[[], None] = go_on,
     ) -> list[tuple[Completion, ...]]:
         """Return the completions of each request, in order.
+
+        Args:
+            requests: This rank's.
+            sampling: How tokens are chosen.
+            before_batch: Called now and then, as often on every rank; what it raises gives up the
+                sampling on all of them.
 
         Collective: all ranks call together, each with its own requests, equally many.
         """

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from trainer.rl.choice import TokenChoice, draw_noise
-from trainer.rl.engine import Completion, Request, Sampling
+from trainer.rl.engine import Completion, Request, Sampling, go_on
 
 # transformers 5.24 renamed `past_key_values` and warns of the old name (older ones know no other):
 # delete when 5.24 is the oldest supported.
@@ -62,13 +62,17 @@ class LocalEngine:
         self._version = 0
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        before_batch: Callable[[], None] = go_on,
     ) -> list[tuple[Completion, ...]]:
         """Return the completions of each request, in order.
 
         Args:
             requests: With equally many seeds each; not empty, as many on every rank.
             sampling: The same on every rank.
+            before_batch: Called before each batch that is decoded at once; may raise.
 
         Collective: forward passes as FSDP and expert dispatch do, equally many on every rank
             however soon its own completions end (`synced_gpus`: transformers does not see that a
@@ -79,6 +83,7 @@ class LocalEngine:
         results: list[tuple[Completion, ...]] = []
         with self._inference(self._model):
             for start in range(0, len(requests), per_batch):
+                before_batch()
                 batch = requests[start : start + per_batch]
                 completions = self._decode(batch, num_samples, sampling)
                 results += [

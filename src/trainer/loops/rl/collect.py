@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +18,7 @@ from trainer.loops.rl.prompts import Prompt, PromptStream
 from trainer.parallel.agreement import Ranks
 from trainer.rl.advantages import group_advantages, is_constant
 from trainer.rl.answers import build_extractor
-from trainer.rl.engine import Completion, Engine, Request, Sampling, check_version
+from trainer.rl.engine import Completion, Engine, Request, Sampling, check_version, go_on
 from trainer.rl.rewards import Sample
 from trainer.rl.rollouts import Rollout, rollout_metrics
 from trainer.rl.scoring import Scorer
@@ -47,6 +48,7 @@ class Collector:
         tokenizer: Decodes completions.
         engine: Generates.
         sampling: How.
+        scorer: Rewards.
     """
 
     def __init__(
@@ -55,22 +57,30 @@ class Collector:
         tokenizer: PreTrainedTokenizerFast,
         engine: Engine,
         sampling: Sampling,
+        scorer: Scorer,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._engine = engine
         self._sampling = sampling
         self._extract: Callable[[str], str | None] = build_extractor(config.env.answer)
-        self._scorer = Scorer.from_config(config.env)
+        self._scorer = scorer
         self._ranks = Ranks()
 
-    def collect(self, stream: PromptStream, round_number: int, version: int) -> RolloutBatch:
+    def collect(
+        self,
+        stream: PromptStream,
+        round_number: int,
+        version: int,
+        before_batch: Callable[[], None] = go_on,
+    ) -> RolloutBatch:
         """Return a batch of groups with advantages.
 
         Args:
             stream: Where prompts come from; moved on.
             round_number: From 1; seeds of the samples.
             version: Of the live weights, to sample with.
+            before_batch: As of `Engine.generate`.
 
         Raises:
             UserError: a prompt is bad, or a reward fails and failures end the run.
@@ -80,7 +90,8 @@ class Collector:
         """
         rollout, began = self._config.rollout, time.perf_counter()
         self._engine.push_weights(version)
-        groups = self._next_groups(stream, rollout.num_prompts, round_number, 0)
+        next_groups = partial(self._next_groups, stream, round_number, before_batch)
+        groups = next_groups(rollout.num_prompts, 0)
         num_resampled = 0
         for attempt in range(1, rollout.resample + 1):
             constant = [
@@ -89,7 +100,7 @@ class Collector:
             if not constant:
                 break
             first = attempt * rollout.num_prompts
-            fresh = self._next_groups(stream, len(constant), round_number, first)
+            fresh = next_groups(len(constant), first)
             for index, group in zip(constant, fresh, strict=True):
                 groups[index] = group
             num_resampled += len(constant)
@@ -120,6 +131,7 @@ class Collector:
         sampling: Sampling,
         round_number: int,
         first: int,
+        before_batch: Callable[[], None] = go_on,
     ) -> list[tuple[Rollout, ...]]:
         """Complete and score prompts; a group each, in their order, the same on every rank.
 
@@ -129,6 +141,7 @@ class Collector:
             sampling: How tokens are chosen.
             round_number: With the place of a prompt, the seed of its samples.
             first: Place of the first prompt in the round.
+            before_batch: As of `Engine.generate`.
 
         Raises:
             UserError: ranks hold different prompts, or a reward failed and failures end the run;
@@ -151,7 +164,7 @@ class Collector:
             )
             for place, prompt in filled
         ]
-        completions = self._engine.generate(requests, sampling)[: len(dealt)]
+        completions = self._engine.generate(requests, sampling, before_batch)[: len(dealt)]
         own = self._score_together(dealt, completions)
         by_rank = self._ranks.gather(own)
         return [
@@ -170,11 +183,18 @@ class Collector:
             )
 
     def _next_groups(
-        self, stream: PromptStream, num_prompts: int, round_number: int, first: int
+        self,
+        stream: PromptStream,
+        round_number: int,
+        before_batch: Callable[[], None],
+        num_prompts: int,
+        first: int,
     ) -> list[tuple[Rollout, ...]]:
         prompts = stream.next_prompts(num_prompts)
         num_samples = self._config.rollout.num_samples
-        return self.complete(prompts, num_samples, self._sampling, round_number, first)
+        return self.complete(
+            prompts, num_samples, self._sampling, round_number, first, before_batch
+        )
 
     def _score_together(
         self,

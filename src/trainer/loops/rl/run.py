@@ -1,14 +1,12 @@
 """Reinforcement learning, from a config to saved weights: sample, step, log, evaluate, save.
 
-Owns the order, and where a run stands: the place in the prompts, the round, and the rollouts in
-flight. Read next: `collect.py` (rollouts), `policy.py` (the step).
+Owns the order. Read next: `rounds.py` (where a run stands), `collect.py` (rollouts), `policy.py`
+(the step).
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -18,23 +16,22 @@ from trainer.data import setup_tokenizer
 from trainer.errors import Interrupted, UserError
 from trainer.loops.assembly import open_run
 from trainer.loops.due import is_due
-from trainer.loops.rl.collect import Collector, RolloutBatch
+from trainer.loops.rl.collect import Collector
 from trainer.loops.rl.plot import plot_metrics
-from trainer.loops.rl.policy import Policy
-from trainer.loops.rl.prompts import Prompt, Prompts, PromptStream, setup_prompts, tokenization
+from trainer.loops.rl.prompts import Prompt, Prompts, setup_prompts, tokenization
+from trainer.loops.rl.rounds import Rounds
 from trainer.loops.run import Run
 from trainer.model.inference import inference
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.world import open_world
 from trainer.rl.engine import Sampling
 from trainer.rl.local import LocalEngine
-from trainer.rl.rollouts import Rollout, cut_rollouts_after, in_groups, write_rollouts
+from trainer.rl.rollouts import Rollout
+from trainer.rl.scoring import Scorer
 
 SAMPLES_A_RUN = 20
 """How often a sample is shown to the person watching."""
 NUM_SHOWN_AT_EVALUATION = 3
-SAMPLING_TIMES = ("time/rollout", "rollout/tokens_per_second")
-"""Metrics of the step that sampled, and not of further steps on the same batch."""
 
 
 def run_rl(config: RLConfig) -> None:
@@ -47,7 +44,7 @@ def run_rl(config: RLConfig) -> None:
     Collective: every rank of the launch calls it.
     """
     with open_world(config.parallel) as world:
-        tokenizer, prompts, sampling = Ranks().together(lambda: _setup_data(config))
+        tokenizer, prompts, sampling, scorer = Ranks().together(lambda: _setup(config))
         with open_run(config, world, tokenizer, "RL") as (run, position):
             run.say(prompts.description)
             engine = LocalEngine(
@@ -57,7 +54,7 @@ def run_rl(config: RLConfig) -> None:
                 pad_id=run.pad_id,
                 batch_size=config.rollout.batch_size,
             )
-            collector = Collector(config, tokenizer, engine, sampling)
+            collector = Collector(config, tokenizer, engine, sampling, scorer)
             rounds = Rounds(run, config, prompts.train, collector)
             if position is not None:
                 rounds.load_state_dict(position)
@@ -67,10 +64,13 @@ def run_rl(config: RLConfig) -> None:
             run.say("\n".join([*run.where_things_lie(), *_further_files(run)]))
 
 
-def _setup_data(config: RLConfig) -> tuple[PreTrainedTokenizerFast, Prompts, Sampling]:
+def _setup(config: RLConfig) -> tuple[PreTrainedTokenizerFast, Prompts, Sampling, Scorer]:
+    """Make all that can be refused before a model is built."""
+    scorer = Scorer.from_config(config.env)
     tokenizer = setup_tokenizer(tokenization(config), config.model.name)
     prompts = setup_prompts(config, tokenizer)
-    return tokenizer, prompts, Sampling.from_config(config.rollout, stop_ids(config, tokenizer))
+    sampling = Sampling.from_config(config.rollout, stop_ids(config, tokenizer))
+    return tokenizer, prompts, sampling, scorer
 
 
 def stop_ids(config: RLConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -90,136 +90,6 @@ def stop_ids(config: RLConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return [tokenizer.eos_token_id, *(vocabulary[token] for token in config.rollout.stop_tokens)]
 
 
-@dataclass
-class InFlight:
-    """A rollout batch whose groups are trained on part by part.
-
-    Attributes:
-        batch: With advantages.
-        num_updates_done: Parts that have been trained on.
-    """
-
-    batch: RolloutBatch
-    num_updates_done: int = 0
-
-
-class Rounds:
-    """Deals out the rollouts of each optimizer step, sampling anew when the last are used up.
-
-    Args:
-        run: Under way.
-        config: Of the run.
-        stream: Of training prompts.
-        collector: Samples and scores.
-    """
-
-    def __init__(
-        self, run: Run, config: RLConfig, stream: PromptStream, collector: Collector
-    ) -> None:
-        self.collector = collector
-        self.policy = Policy(run, config)
-        self._run = run
-        self._config = config
-        self._stream = stream
-        self._round = 0
-        self._in_flight: InFlight | None = None
-
-    def next_rollouts(self) -> tuple[list[Rollout], dict[str, float]]:
-        """Return the rollouts of the next optimizer step, and the metrics of their batch.
-
-        Every step has the metrics of the batch it trains on; what sampling took is the first's.
-
-        Collective: as `Collector.collect` when a batch is due; rank 0 writes it to its file.
-        """
-        if self._in_flight is None:
-            self._in_flight = InFlight(self._sample())
-        flight, num_updates = self._in_flight, self._config.rollout.num_updates
-        size = len(flight.batch.groups) // num_updates
-        start = flight.num_updates_done * size
-        part = flight.batch.groups[start : start + size]
-        flight.num_updates_done += 1
-        if flight.num_updates_done == num_updates:
-            self._in_flight = None
-        rollouts = [rollout for group in part for rollout in group]
-        # A skipped step counts as any other: nothing waits for its outcome.
-        staleness = self._run.progress.step - rollouts[0].version
-        metrics = flight.batch.metrics | {"rollout/off_policy_steps": staleness}
-        is_first = start == 0
-        return rollouts, {n: v for n, v in metrics.items() if is_first or n not in SAMPLING_TIMES}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands, as JSON: rollouts in flight included."""
-        flight = self._in_flight
-        return {
-            "prompts": self._stream.state_dict(),
-            "round": self._round,
-            "in_flight": None
-            if flight is None
-            else {
-                "num_updates_done": flight.num_updates_done,
-                "settings": sampling_settings(self._config),
-                "metrics": flight.batch.metrics,
-                "rollouts": [r.state_dict() for group in flight.batch.groups for r in group],
-            },
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from where a run stood; rollout files of later steps are removed.
-
-        Raises:
-            UserError: rollouts are in flight that the config would have sampled otherwise.
-
-        Collective: one broadcast.
-        """
-        self._stream.load_state_dict(state["prompts"])
-        self._round = state["round"]
-        if state["in_flight"] is not None:
-            self._in_flight = self._restore(state["in_flight"])
-        folder, step = self._run.folder / "rollouts", self._run.progress.step
-        Ranks().on_first(lambda: cut_rollouts_after(folder, step), OSError)
-
-    def _restore(self, state: dict[str, Any]) -> InFlight:
-        rollouts = [Rollout.from_state(entry) for entry in state["rollouts"]]
-        for field, value in sampling_settings(self._config).items():
-            saved = state["settings"][field]
-            if value != saved:
-                raise UserError(
-                    f"{field}={value!r}: the checkpoint holds {len(rollouts)} rollouts made under "
-                    f"{saved!r}, some of them still to be trained on; resume with {saved!r}, or "
-                    "from a step that ends a batch"
-                )
-        groups = tuple(in_groups(rollouts, self._config.rollout.num_samples))
-        return InFlight(RolloutBatch(groups, state["metrics"]), state["num_updates_done"])
-
-    def _sample(self) -> RolloutBatch:
-        self._round += 1
-        version = self._run.progress.step
-        batch = self.collector.collect(self._stream, self._round, version)
-        rollouts = [rollout for group in batch.groups for rollout in group]
-        if self._config.loss.old_log_probs == "trainer":
-            rollouts = self.policy.recompute(rollouts)
-            num_samples = self._config.rollout.num_samples
-            batch = RolloutBatch(tuple(in_groups(rollouts, num_samples)), batch.metrics)
-        folder = self._run.folder / "rollouts"
-        Ranks().on_first(lambda: write_rollouts(rollouts, folder, version + 1), OSError)
-        return batch
-
-
-def sampling_settings(config: RLConfig) -> dict[str, Any]:
-    """Return what rollouts in flight were made under, by field: what must not change with them."""
-    rollout, loss = config.rollout, config.loss
-    return {
-        "rollout.num_prompts": rollout.num_prompts,
-        "rollout.num_samples": rollout.num_samples,
-        "rollout.num_updates": rollout.num_updates,
-        "rollout.temperature": rollout.temperature,
-        "rollout.truncated": rollout.truncated,
-        "rollout.truncation_penalty": rollout.truncation_penalty,
-        "loss.advantage": loss.advantage,
-        "loss.old_log_probs": loss.old_log_probs,
-    }
-
-
 def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
     """Train from where the run stands to `max_steps`.
 
@@ -237,7 +107,7 @@ def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
         clock = Clock(run.device)
         clock.mark("start")
         with run.profiler.step(run.progress.step + 1):
-            rollouts, rollout_metrics = rounds.next_rollouts()
+            rollouts, rollout_metrics = _rollouts_or_save(run, rounds)
             record, policy_metrics = rounds.policy.step(clock, rollouts)
         run.log(record, rollout_metrics | policy_metrics | at_start)
         at_start = {}
@@ -249,6 +119,15 @@ def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
         run.save_if_due(rounds.state_dict(), now=stopped_by is not None)
         if stopped_by is not None:
             raise Interrupted(stopped_by)
+
+
+def _rollouts_or_save(run: Run, rounds: Rounds) -> tuple[list[Rollout], dict[str, float]]:
+    """Return the next rollouts; if a signal ends their sampling, save the state before it."""
+    try:
+        return rounds.next_rollouts()
+    except Interrupted:
+        run.save_if_due(rounds.state_dict(), now=True)
+        raise
 
 
 def evaluate(

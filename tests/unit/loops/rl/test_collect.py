@@ -14,6 +14,7 @@ from trainer.loops.rl.collect import Collector
 from trainer.loops.rl.prompts import setup_prompts
 from trainer.loops.rl.run import stop_ids
 from trainer.rl.engine import Sampling
+from trainer.rl.scoring import Scorer
 
 TOKENIZER = build_byte_tokenizer()
 STOP = TOKENIZER.eos_token_id
@@ -43,7 +44,8 @@ def collect(folder, engine, rewards, *, version=3, **changes):
     config = rl_config(folder, env=env, val={"source": None}, **changes)
     stream = setup_prompts(config, TOKENIZER).train
     sampling = Sampling.from_config(config.rollout, stop_ids(config, TOKENIZER))
-    return Collector(config, TOKENIZER, engine, sampling).collect(stream, 1, version)
+    scorer = Scorer.from_config(config.env)
+    return Collector(config, TOKENIZER, engine, sampling, scorer).collect(stream, 1, version)
 
 
 def length_of_completion(sample):
@@ -154,6 +156,7 @@ def test_evaluation_takes_one_answer_a_prompt(tmp_path):
     held_out = setup_prompts(config, TOKENIZER).held_out
     with serve() as (server, engine):
         assert isinstance(engine, HttpEngine)
-        answers = Collector(config, TOKENIZER, engine, sampling).evaluate(held_out, 5)
+        scorer = Scorer.from_config(config.env)
+        answers = Collector(config, TOKENIZER, engine, sampling, scorer).evaluate(held_out, 5)
         assert server.version == 5
     assert [answer.where for answer in answers] == [prompt.where for prompt in held_out]
