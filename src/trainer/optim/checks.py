@@ -146,6 +146,14 @@ def check_flag(finite: Tensor | None) -> None:
     )
 
 
+def refuse_copy(optimizer: torch.optim.Optimizer) -> TypeError:
+    """Return what a copy or pickle of an optimizer raises: torch would leave most of it behind."""
+    return TypeError(
+        f"{type(optimizer).__name__} holds process groups and cannot be copied or pickled: build "
+        "another over the copied parameters and load_state_dict() the first one's state_dict()"
+    )
+
+
 def _number(value: Any) -> float:
     """Return a number, or nan for what is none."""
     is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)

@@ -26,6 +26,7 @@ from trainer.optim.checks import (
     check_group,
     check_numbers,
     check_unchanged,
+    refuse_copy,
 )
 from trainer.optim.exchange import Exchange, make_groups
 from trainer.optim.gate import FiniteGate
@@ -141,13 +142,8 @@ class Muon(torch.optim.Optimizer):
         self._gate = FiniteGate()
         self._timer = PhaseTimer(self._device)
         self._exchange = Exchange(self._device, self._timer)
-        self._presence = Presence(
-            self.plan.agreements,
-            self._meshes,
-            [spec.name for spec in self._specs],
-            [local(parameter).numel() == 0 for parameter in self._parameters],
-            self._device,
-        )
+        named = [pair for group in groups for pair in group.named_parameters]
+        self._presence = Presence(self.plan.agreements, self._meshes, named)
         self._stats: UpdateStats | None = None
         self._unchecked = list(range(len(self._parameters)))
         process_groups = make_groups(self.plan, self._meshes)
@@ -207,11 +203,12 @@ class Muon(torch.optim.Optimizer):
         self._refuse_capture()
         self._check_request()
         self.settle()
-        is_open = self._open(finite)
+        self._presence.launch([p.grad is not None for p in self._parameters])
+        is_open = self._presence.gate_step(finite)
         self._gate.record(is_open)
         for group in self.param_groups:
             group["step"] += 1
-        gates = self._gates(is_open)
+        gates = self._presence.gate_parameters(is_open)
         stats = self._begin_stats()
         momenta = [self.state[parameter]["momentum"] for parameter in self._parameters]
         inputs = StepInputs(self._parameters, momenta, self.param_groups, gates, stats)
@@ -234,25 +231,6 @@ class Muon(torch.optim.Optimizer):
             check_gradient(self._specs[index].name, self._parameters[index])
         # A gradient lies as it did when it was first there.
         self._unchecked = [i for i in self._unchecked if self._parameters[i].grad is None]
-
-    def _open(self, finite: Tensor | None) -> Tensor | None:
-        """Return the whole step's gate: it is finite and copies of shards agree on gradients."""
-        self._presence.launch([p.grad is not None for p in self._parameters])
-        agreed = self._presence.copies_agree()
-        if finite is None or agreed is None:
-            return agreed if finite is None else finite
-        return finite & agreed
-
-    def _gates(self, is_open: Tensor | None) -> list[Tensor | None]:
-        """Return each parameter's gate: the step's is open and some rank has its gradient."""
-        if all(p.grad is not None for p in self._parameters):
-            return [is_open] * len(self._parameters)
-        somewhere = self._presence.somewhere(is_open)
-        nowhere = torch.zeros((), dtype=torch.bool, device=self._device)
-        return [
-            somewhere.get(index, nowhere) if p.grad is None else is_open
-            for index, p in enumerate(self._parameters)
-        ]
 
     def _orthogonalize_bucket(
         self, stack_BMN: Tensor, bucket: int, *, is_normalized: bool
@@ -415,10 +393,7 @@ class Muon(torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         """Refuse copies and pickles, which torch would make without plan and process groups."""
-        raise TypeError(
-            "Muon holds process groups and cannot be copied or pickled: build another over the "
-            "copied parameters and load_state_dict() the first one's state_dict()"
-        )
+        raise refuse_copy(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: the plan is made once, from all parameters."""

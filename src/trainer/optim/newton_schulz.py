@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.optim.coefficients import CoefficientTable, Row, resolve_coefficients
 from trainer.optim.kernels.gram import gram_segments, single_segments
@@ -50,14 +51,15 @@ def newton_schulz(
 
     Raises:
         UserError: a kernel that cannot run here, unknown coefficients, steps < 1.
-        TypeError: X or `dtype` is not of a float dtype, or X has fewer than two dims.
+        TypeError: X is no plain tensor or has fewer than two dims, or it or `dtype` is of a dtype
+            not named above.
 
     Example:
         >>> newton_schulz(torch.diag(torch.tensor([3.0, 1.0])), steps=12).diagonal().round()
         tensor([1., 1.])
     """
-    dtype = X.dtype if dtype is None else dtype
     _check_types(X, dtype)
+    dtype = X.dtype if dtype is None else dtype
     rows = resolve_coefficients(coefficients, steps)
     if X.numel() == 0:
         return torch.empty_like(X, dtype=dtype)
@@ -174,14 +176,19 @@ def newton_schulz_workspace_bytes(
     return prod(shape[:-2]) * peak
 
 
-def _check_types(X: Tensor, dtype: torch.dtype) -> None:
+def _check_types(X: Tensor, dtype: torch.dtype | None) -> None:
+    if not isinstance(X, Tensor) or isinstance(X, DTensor):
+        raise TypeError(
+            f"newton_schulz takes a plain tensor, not a {type(X).__name__}: Muon orthogonalizes "
+            "sharded parameters, full_tensor() makes one whole"
+        )
     if X.ndim < 2:
         raise TypeError(f"newton_schulz takes matrices [..., M, N], not shape {tuple(X.shape)}")
-    if not X.is_floating_point():
-        raise TypeError(f"newton_schulz takes float dtypes, not {X.dtype}")
-    if dtype not in _DTYPES:
-        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
-        raise TypeError(f"newton_schulz: dtype={dtype} is not one of {names}")
+    names = ", ".join(map(str, _DTYPES))
+    if X.dtype not in _DTYPES:
+        raise TypeError(f"newton_schulz takes {names}, not {X.dtype}: convert it first")
+    if dtype is not None and dtype not in _DTYPES:
+        raise TypeError(f"newton_schulz: dtype={dtype!r} is not one of {names}")
 
 
 def _segments(

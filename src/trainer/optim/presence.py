@@ -27,6 +27,7 @@ from trainer.errors import UserError
 from trainer.optim.agreement import Agreement, Agreements
 from trainer.optim.exchange import axes_group, warm
 from trainer.optim.spec import MeshSpec
+from trainer.optim.state import local
 
 
 @dataclass(frozen=True)
@@ -45,24 +46,26 @@ class Presence:
         self,
         agreements: Agreements,
         meshes: dict[MeshSpec, DeviceMesh],
-        names: Sequence[str],
-        is_empty: Sequence[bool],
-        device: torch.device,
+        named_parameters: Sequence[tuple[str, Tensor]],
     ) -> None:
         """Make and warm the groups.
 
         Args:
-            agreements: From the plan.
+            agreements: Who agrees on what.
             meshes: The mesh of each description.
-            names: Of all parameters, in the order of the plan.
-            is_empty: For each, whether this rank's shard has no element: such copies always agree.
-            device: Of the parameters.
+            named_parameters: All parameters, as the agreements count them; at least one.
 
         Collective: group creation and warming, one for each agreement, in order.
         """
-        self._names, self._is_empty, self._device = names, is_empty, device
+        self._names = [name for name, _ in named_parameters]
+        shards = [local(parameter) for _, parameter in named_parameters]
+        # Copies of an empty shard have nothing to differ in.
+        self._is_empty = [shard.numel() == 0 for shard in shards]
+        self._device = shards[0].device
         self._copies = [self._circle(agreement, meshes) for agreement in agreements.copies]
         self._meshes = [self._circle(agreement, meshes) for agreement in agreements.meshes]
+        self._shared = {index for circle in self._meshes for index in circle.parameters}
+        self._has_gradient: Sequence[bool] = ()
         self._works: list[dist.Work | None] = []
         # Rows: whether any rank has the gradient; whether any copies differ in that.
         self._agreed_2P: list[Tensor] = []
@@ -92,10 +95,12 @@ class Presence:
         Collective: one all-reduce (max) for each agreement of the plan, copies' first; every rank
         of the meshes.
         """
+        self._has_gradient, self._agreed_2P, self._works = has_gradient, [], []
+        if not self._meshes:
+            return
         mixed_P = torch.zeros(len(has_gradient), dtype=torch.int32, device=self._device)
         for circle in self._copies:
             mixed_P[circle.parameters_P] = self._differs(circle, has_gradient)
-        self._agreed_2P, self._works = [], []
         for circle in self._meshes:
             has_P = self._to_device([[has_gradient[i] for i in circle.parameters]])
             agreed_2P = torch.cat([has_P, mixed_P[None, circle.parameters_P]])
@@ -135,29 +140,48 @@ class Presence:
                 work.wait()
         self._works = []
 
-    def copies_agree(self) -> Tensor | None:
-        """Return whether the step may be taken, 0-d bool; None: there are no copies to differ."""
-        if not self._copies:
-            return None
-        self.wait()
-        return ~torch.cat([agreed_2P[1] for agreed_2P in self._agreed_2P]).any()
-
-    def somewhere(self, is_open: Tensor | None) -> dict[int, Tensor]:
-        """Return, by parameter, whether any rank has its gradient and the step is open.
+    def gate_step(self, finite: Tensor | None) -> Tensor | None:
+        """Return the whole step's gate, 0-d bool: it is finite and copies agree on gradients.
 
         Args:
-            is_open: 0-d bool, the whole step's gate; None: open.
+            finite: 0-d bool; None: finite.
 
         Returns:
-            0-d bools. A parameter that no other rank holds is left out.
+            None if nothing could close it.
         """
+        if not self._copies:
+            return finite
         self.wait()
-        answers: dict[int, Tensor] = {}
+        agreed = ~torch.cat([agreed_2P[1] for agreed_2P in self._agreed_2P]).any()
+        return agreed if finite is None else finite & agreed
+
+    def gate_parameters(self, is_open: Tensor | None) -> list[Tensor | None]:
+        """Return each parameter's gate: the step's is open and some rank has the gradient.
+
+        Args:
+            is_open: From `gate_step`.
+
+        Returns:
+            0-d bools; None: open.
+        """
+        gates: list[Tensor | None] = [is_open] * len(self._has_gradient)
+        if all(self._has_gradient):
+            return gates
+        self.wait()
+        somewhere: dict[int, Tensor] = {}
         for circle, agreed_2P in zip(self._meshes, self._agreed_2P, strict=True):
             has_P = agreed_2P[0] > 0
             has_P = has_P if is_open is None else has_P & is_open
-            answers.update(zip(circle.parameters, has_P.unbind(), strict=True))
-        return answers
+            somewhere.update(zip(circle.parameters, has_P.unbind(), strict=True))
+        nowhere = torch.zeros((), dtype=torch.bool, device=self._device)
+        for index, has_here in enumerate(self._has_gradient):
+            if not has_here:
+                gates[index] = somewhere.get(index, nowhere)
+        return gates
+
+    def may_be_elsewhere(self, index: int) -> bool:
+        """Return whether other ranks may have the gradient of a parameter that lacks it here."""
+        return index in self._shared
 
     def refuse_mixed(self) -> None:
         """Raise if the last step met copies that differ; reads the device.

@@ -7,7 +7,6 @@ which group is `groups.py`'s.
 import logging
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -162,5 +161,5 @@ def param_groups(groups: list[NamedGroup], config: DionMuonSection) -> list[dict
     ]
 
 
-def _trainable(groups: list[NamedGroup]) -> list[torch.Tensor]:
-    return [parameter for group in groups for _, parameter in group.named_parameters]
+def _trainable(groups: list[NamedGroup]) -> list[tuple[str, Tensor]]:
+    return [pair for group in groups for pair in group.named_parameters]

@@ -2,11 +2,10 @@
 
 Owns the stepping over local shards (torch's fused kernels, which take the gate as `found_inf`) and
 state that exists from construction, so that its keys agree on all ranks. Arithmetic and state keys
-are torch's. Elementwise, so no collective: a gradient missing on this rank leaves this rank's shard
-alone.
+are torch's. Gradients that some ranks lack are treated as Muon treats them: see `presence.py`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,19 +14,32 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from trainer.optim.agreement import plan_agreements
+from trainer.optim.checks import check_devices, check_flag, refuse_copy
 from trainer.optim.gate import FiniteGate, found_inf
+from trainer.optim.groups import parse_groups
+from trainer.optim.presence import Presence
+from trainer.optim.spec import describe_parameters
 from trainer.optim.state import local
 from trainer.optim.timing import PhaseTimer, StepTimes
 
 
 class GatedOptimizer(torch.optim.Optimizer):
-    """What AdamW and SGD share: the gate, the clock, the order of a step. Abstract."""
+    """What AdamW and SGD share: the gate, the clock, the order of a step. Abstract.
+
+    Collective: construction makes and warms process groups, on every rank of every mesh.
+    """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        device = local(self.param_groups[0]["params"][0]).device
+        groups = parse_groups(params)
+        super().__init__([group.as_param_group() for group in groups], defaults)
+        named = [pair for group in groups for pair in group.named_parameters]
+        check_devices(named)
+        self._parameters = [parameter for _, parameter in named]
+        specs, meshes = describe_parameters(named)
+        self._presence = Presence(plan_agreements(specs), meshes, named)
         self._gate = FiniteGate()
-        self._timer = PhaseTimer(device)
+        self._timer = PhaseTimer(local(self._parameters[0]).device)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = self._init_state(parameter, group)
@@ -35,7 +47,10 @@ class GatedOptimizer(torch.optim.Optimizer):
     def _init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _update_(self, group: dict[str, Any], finite: Tensor | None) -> None:
+    def _update_(
+        self, parameters: Sequence[Tensor], group: dict[str, Any], gate: Tensor | None
+    ) -> None:
+        """Update parameters of one group under one gate."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -47,22 +62,49 @@ class GatedOptimizer(torch.optim.Optimizer):
         Args:
             closure: Evaluates the model again and returns the loss.
             finite: 0-d bool on the device: False leaves weights and state as they are.
+
+        Raises:
+            UserError: of the step before, as `settle`.
+
+        Collective: the small all-reduces of `presence.py`; all ranks of the meshes.
         """
+        check_flag(finite)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.settle()
-        self._gate.record(finite)
+        self._presence.launch([p.grad is not None for p in self._parameters])
+        is_open = self._presence.gate_step(finite)
+        self._gate.record(is_open)
+        gates = self._presence.gate_parameters(is_open)
         with self._timer.measure("update"):
-            for group in self.param_groups:
-                self._update_(group, finite)
+            self._update_groups_(dict(zip(self._parameters, gates, strict=True)), is_open)
+        self._presence.wait()
         self._timer.end_step()
         return loss
 
+    def _update_groups_(self, gate_of: dict[Tensor, Tensor | None], is_open: Tensor | None) -> None:
+        index_of = {parameter: index for index, parameter in enumerate(self._parameters)}
+        for group in self.param_groups:
+            self._update_([p for p in group["params"] if p.grad is not None], group, is_open)
+            for parameter in group["params"]:
+                is_asked = self._presence.may_be_elsewhere(index_of[parameter])
+                if parameter.grad is None and is_asked:
+                    self._update_([parameter], group, gate_of[parameter])
+
     def settle(self) -> bool:
-        """Return whether the last step was applied; waits for its flag, no more."""
-        return self._gate.settle()
+        """Return whether the last step was applied; waits for its flag, no more.
+
+        Raises:
+            UserError: the step was refused, a parameter's gradient being there on some copies of
+                a shard only. On all ranks; weights and state are as before that step.
+        """
+        is_news = self._gate.is_pending
+        was_applied = self._gate.settle()
+        if is_news and not was_applied:
+            self._presence.refuse_mixed()
+        return was_applied
 
     def phase_times(self) -> Callable[[], dict[str, float]]:
         """Return a reader of the last step's `optim/update_ms`; reading waits for the device."""
@@ -71,6 +113,10 @@ class GatedOptimizer(torch.optim.Optimizer):
     def timings(self) -> dict[str, float]:
         """Return `optim/update_ms` of the latest step that the device has finished."""
         return {k: v for k, v in self._timer.timings().items() if k == "optim/update_ms"}
+
+    def __reduce__(self) -> Any:
+        """Refuse copies and pickles, which torch would make without gate and process groups."""
+        raise refuse_copy(self)
 
 
 def _read_update_ms(times: StepTimes) -> dict[str, float]:
@@ -98,23 +144,24 @@ class AdamW(GatedOptimizer):
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
 
-    def _update_(self, group: dict[str, Any], finite: Tensor | None) -> None:
-        present = [p for p in group["params"] if p.grad is not None]
-        filled = [p for p in present if local(p).numel()]
-        self._count_empty_shards(present, finite)
+    def _update_(
+        self, parameters: Sequence[Tensor], group: dict[str, Any], gate: Tensor | None
+    ) -> None:
+        filled = [p for p in parameters if local(p).numel()]
+        self._count_empty_shards(parameters, gate)
         if not filled:
             return
         states = [self.state[p] for p in filled]
         beta1, beta2 = group["betas"]
         adamw(
             [local(p) for p in filled],
-            [local(p.grad) for p in filled],
+            [_gradient(p) for p in filled],
             [local(s["exp_avg"]) for s in states],
             [local(s["exp_avg_sq"]) for s in states],
             [],
             [s["step"] for s in states],
             fused=True,
-            found_inf=found_inf(finite),  # pyright: ignore[reportArgumentType]
+            found_inf=found_inf(gate),  # pyright: ignore[reportArgumentType]
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -124,11 +171,11 @@ class AdamW(GatedOptimizer):
             maximize=False,
         )
 
-    def _count_empty_shards(self, present: list[Tensor], finite: Tensor | None) -> None:
+    def _count_empty_shards(self, parameters: Sequence[Tensor], gate: Tensor | None) -> None:
         """Advance step counts that the kernel does not see, so that all ranks hold the same."""
-        for parameter in present:
+        for parameter in parameters:
             if not local(parameter).numel():
-                self.state[parameter]["step"] += 1.0 if finite is None else finite.float()
+                self.state[parameter]["step"] += 1.0 if gate is None else gate.float()
 
 
 class SGD(GatedOptimizer):
@@ -157,8 +204,10 @@ class SGD(GatedOptimizer):
             return {}
         return {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
 
-    def _update_(self, group: dict[str, Any], finite: Tensor | None) -> None:
-        filled = [p for p in group["params"] if p.grad is not None and local(p).numel()]
+    def _update_(
+        self, parameters: Sequence[Tensor], group: dict[str, Any], gate: Tensor | None
+    ) -> None:
+        filled = [p for p in parameters if local(p).numel()]
         if not filled:
             return
         has_momentum = bool(group["momentum"])
@@ -167,10 +216,10 @@ class SGD(GatedOptimizer):
         ]
         sgd(
             [local(p) for p in filled],
-            [local(p.grad) for p in filled],
+            [_gradient(p) for p in filled],
             buffers,
             fused=True,
-            found_inf=found_inf(finite),
+            found_inf=found_inf(gate),
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=float(group["lr"]),
@@ -178,3 +227,9 @@ class SGD(GatedOptimizer):
             nesterov=group["nesterov"],
             maximize=False,
         )
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Return a parameter's local gradient, zeros where this rank lacks it."""
+    shard = local(parameter)
+    return torch.zeros_like(shard) if parameter.grad is None else local(parameter.grad)

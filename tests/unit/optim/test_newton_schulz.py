@@ -2,8 +2,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.sharding import distribute
+from tests.support.threads import run_threads
 from trainer.errors import UserError
 from trainer.optim.coefficients import resolve_coefficients
 from trainer.optim.kernels import choose_kernel
@@ -269,8 +273,24 @@ def test_what_is_not_a_stack_of_float_matrices_is_a_type_error():
         newton_schulz(torch.zeros(3))
     with pytest.raises(TypeError, match=r"torch\.int64"):
         newton_schulz(torch.zeros(3, 3, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"not torch\.float8_e4m3fn: convert it first"):
+        newton_schulz(torch.zeros(3, 3).to(torch.float8_e4m3fn), dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"dtype=torch\.int32"):
         newton_schulz(torch.zeros(3, 3), dtype=torch.int32)
+    with pytest.raises(TypeError, match="dtype='bfloat16' is not one of torch"):
+        newton_schulz(torch.zeros(3, 3), dtype="bfloat16")
+    with pytest.raises(TypeError, match="takes a plain tensor, not a list"):
+        newton_schulz([[1.0]])
+
+
+def orthogonalize_a_shard() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(TypeError, match="takes a plain tensor, not a DTensor"):
+        newton_schulz(distribute(torch.ones(4, 4), mesh, (Shard(0),)))
+
+
+def test_a_shard_is_no_matrix():
+    run_threads(2, orthogonalize_a_shard)
 
 
 def test_no_steps_are_refused():

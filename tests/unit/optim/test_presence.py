@@ -27,19 +27,19 @@ def agree(has_by_rank, shapes):
         for i, (shape, placements) in enumerate(zip(shapes, PLACEMENTS, strict=True))
     ]
     specs, meshes = describe_parameters(named)
-    is_empty = [tensor.to_local().numel() == 0 for _, tensor in named]
-    presence = Presence(
-        plan_agreements(specs), meshes, [n for n, _ in named], is_empty, torch.device("cpu")
-    )
-    presence.launch(has_by_rank[dist.get_rank()])
-    allowed = presence.copies_agree()
-    somewhere = presence.somewhere(None)
+    presence = Presence(plan_agreements(specs), meshes, named)
+    has_here = has_by_rank[dist.get_rank()]
+    presence.launch(has_here)
+    allowed = presence.gate_step(None)
+    gates = presence.gate_parameters(None)
     try:
         refusal = presence.refuse_mixed()
     except UserError as error:
         refusal = str(error).split(" had ")[0]
     assert allowed is not None
-    return bool(allowed), [bool(somewhere[i]) for i in range(len(named))], refusal
+    # A rank that has a gradient knows without asking: its gate is open.
+    assert all(gate is None for gate, has in zip(gates, has_here, strict=True) if has)
+    return bool(allowed), [gate is None or bool(gate) for gate in gates], refusal
 
 
 def expected(has_by_rank, shapes):
@@ -70,30 +70,32 @@ def test_all_ranks_learn_who_has_gradients_and_which_copies_differ(has_by_rank, 
     assert run_threads(4, agree, has_by_rank, shapes) == [right] * 4
 
 
-def gate_of_missing(is_open):
+def gates_of(is_open):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
     named = [("p", distribute(torch.zeros(4), mesh, (Shard(0),))), ("plain", torch.zeros(4))]
     specs, meshes = describe_parameters(named)
-    presence = Presence(
-        plan_agreements(specs), meshes, ["p", "plain"], [False, False], torch.device("cpu")
-    )
+    presence = Presence(plan_agreements(specs), meshes, named)
     presence.launch([dist.get_rank() == 0, False])
-    assert presence.copies_agree() is None
-    gates = presence.somewhere(is_open)
+    # No copies, so nothing but the flag can close the step.
+    assert presence.gate_step(is_open) is is_open
+    gates = presence.gate_parameters(is_open)
     presence.refuse_mixed()
-    return {index: bool(gate) for index, gate in gates.items()}
+    assert [presence.may_be_elsewhere(index) for index in (0, 1)] == [True, False]
+    return [gate is None or bool(gate) for gate in gates]
 
 
 @pytest.mark.parametrize("is_open", [None, torch.tensor(True), torch.tensor(False)], ids=str)
 def test_a_missing_gradient_counts_only_if_the_step_is_open(is_open) -> None:
-    right = {0: is_open is None or bool(is_open)}
-    assert run_threads(2, gate_of_missing, is_open) == [right] * 2
+    right = [is_open is None or bool(is_open), False]
+    assert run_threads(2, gates_of, is_open) == [right] * 2
 
 
 def test_one_process_needs_no_group() -> None:
-    specs, meshes = describe_parameters([("p", torch.zeros(4))])
-    presence = Presence(plan_agreements(specs), meshes, ["p"], [False], torch.device("cpu"))
-    presence.launch([False])
-    assert presence.copies_agree() is None
-    assert presence.somewhere(None) == {}
+    named = [("p", torch.zeros(4)), ("q", torch.zeros(4))]
+    specs, meshes = describe_parameters(named)
+    presence = Presence(plan_agreements(specs), meshes, named)
+    presence.launch([False, True])
+    assert presence.gate_step(None) is None
+    missing, there = presence.gate_parameters(None)
+    assert (bool(missing), there) == (False, None)
     assert presence.first_group is None

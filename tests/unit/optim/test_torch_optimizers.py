@@ -3,7 +3,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
+from tests.support.sharding import distribute, shard_of
+from tests.support.threads import run_threads
+from trainer.errors import UserError
+from trainer.optim.state import local
 from trainer.optim.torch_optimizers import SGD, AdamW
 
 
@@ -86,3 +92,67 @@ def test_phase_times_name_the_update_alone() -> None:
     optimizer.step()
     assert set(optimizer.phase_times()()) == {"optim/update_ms"}
     assert set(optimizer.timings()) == {"optim/update_ms"}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_copies_that_torch_would_make_without_a_gate_are_refused(ours, theirs) -> None:
+    with pytest.raises(TypeError, match="build another"):
+        copy.deepcopy(ours(parameters()))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_flag_of_another_type_is_refused(ours, theirs) -> None:
+    with pytest.raises(UserError, match="finite=True"):
+        ours(parameters()).step(finite=True)
+
+
+def shards(placements):
+    """Return two parameters, one with a gradient of its own, and the mesh they lie on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    found = parameters()
+    made = [nn.Parameter(distribute(p.detach(), mesh, placements)) for p in found]
+    for parameter, full in zip(made, found, strict=True):
+        parameter.grad = distribute(full.grad, mesh, placements)
+    return made, mesh
+
+
+def step_without_one_shards_gradient(ours, theirs) -> float:
+    placements = (Replicate(), Shard(0))
+    made, mesh = shards(placements)
+    reference = parameters()
+    # Rows 2 and 3 of the first parameter, on both copies of the second shard.
+    if mesh.get_coordinate()[1] == 1:
+        made[0].grad = None
+    reference[0].grad[2:] = 0
+    first, second = ours(made), theirs(reference)
+    for _ in range(2):
+        first.step(finite=torch.tensor(True))
+        second.step()
+    assert first.settle()
+    return max(
+        float((local(p.data) - shard_of(q.detach(), mesh, placements)).abs().max())
+        for p, q in zip(made, reference, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_gradient_that_some_ranks_lack_counts_as_zeros_there(ours, theirs) -> None:
+    assert max(run_threads(4, step_without_one_shards_gradient, ours, theirs)) < 1e-6
+
+
+def step_with_differing_copies(ours) -> list[bool]:
+    made, mesh = shards((Replicate(), Shard(0)))
+    optimizer = ours([(f"p{i}", p) for i, p in enumerate(made)])
+    before = [local(p.data).clone() for p in made]
+    if mesh.get_coordinate() == (1, 0):
+        made[1].grad = None
+    optimizer.step()
+    with pytest.raises(UserError, match="parameter p1 had a gradient on some"):
+        optimizer.settle()
+    assert not optimizer.settle()
+    return [torch.equal(local(p.data), old) for p, old in zip(made, before, strict=True)]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_copies_that_differ_in_their_gradients_are_refused(ours, theirs) -> None:
+    assert run_threads(4, step_with_differing_copies, ours) == [[True, True]] * 4
