@@ -100,10 +100,10 @@ class StackedStep:
                     self._share(sharing, inputs, is_beside)
                 if finishing is not None:
                     self._finish(finishing, inputs, is_beside)
+                if tick == 1:
+                    meanwhile()
             if turning is not None:
                 self._turn(turning, inputs)
-            if tick == 1:
-                meanwhile()
         self._side.join()
         if not flights:
             meanwhile()

@@ -165,3 +165,31 @@ def test_only_trained_rows_are_computed():
         token_log_probs(hidden, weight, targets)[0].sum().backward()
     # Logits twice, and a gradient for each of the two inputs; 2 FLOPs per multiply-add.
     assert flops.get_total_flops() == 4 * 2 * num_trained * V * D
+
+
+# On a GPU torch.compile fuses what follows the product: the same formula, rounded at other places.
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # importing the compiler
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [pytest.param(torch.float32, 2e-5, id="fp32"), pytest.param(torch.bfloat16, 0.02, id="bf16")],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_one_kernel_a_chunk_computes_the_same_on_a_gpu(dtype, tolerance, temperature):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 64, generator=generator).to(dtype)
+    weight = torch.randn(1000, 64, generator=generator).to(dtype)
+    targets = torch.randint(0, 1000, (300,), generator=generator)
+    targets[::7] = -100
+    upstream = torch.randn(300, generator=generator)
+    found = []
+    for device in ("cpu", "cuda"):
+        h, w = (x.detach().to(device).requires_grad_() for x in (hidden, weight))
+        log_probs, entropy = token_log_probs(
+            h, w, targets.to(device), temperature=temperature, chunk_tokens=100, with_entropy=True
+        )
+        log_probs.backward(upstream.to(device))
+        found.append([x.detach().cpu().double() for x in (log_probs, entropy, h.grad, w.grad)])
+    for expected, actual in zip(*found, strict=True):
+        assert torch.linalg.vector_norm(actual - expected) <= tolerance * expected.norm()
