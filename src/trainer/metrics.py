@@ -62,7 +62,7 @@ class MetricsWriter:
 
     def restore(self, step: int, metrics: Metrics) -> None:
         """Write the line of a checkpoint's step again, if a kill took it before it was written."""
-        last = self.path.read_text().splitlines()[-1:]
+        last = _read_lines(self.path)[-1:]
         if not last or _step_of(last[0]) < step:
             self.write(step, metrics)
 
@@ -88,19 +88,29 @@ def cut_after(path: Path, step: int) -> None:
     """Keep the lines of `metrics.jsonl` up to `step`, replacing the file in one move.
 
     A line that a kill left half-written is dropped too: it belongs to a step after the checkpoint.
+    So is one that is no record.
     """
     if not path.exists():
         return
-    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+    kept = [line for line in _read_lines(path) if _step_of(line) <= step]
     beside = path.with_suffix(".cut")
     beside.write_text("".join(line + "\n" for line in kept))
     beside.replace(path)
 
 
+def _read_lines(path: Path) -> list[str]:
+    # A machine that stops may leave any bytes at the end of a file.
+    return path.read_text(errors="replace").splitlines()
+
+
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        match json.loads(line):
+            case {"step": int(step)}:
+                return step
+            case _:
+                return math.inf
+    except ValueError:
         return math.inf
 
 

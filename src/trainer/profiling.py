@@ -48,6 +48,23 @@ class StepProfiler:
         self._device = device
         self._rank = rank
 
+    def warn_of_past_steps(self, resumed_from: int) -> None:
+        """Say which of the chosen steps a resumed run does not come by any more (rank 0)."""
+        chosen = {
+            "trace_steps": self._config.trace_steps,
+            "memory_steps": self._config.memory_steps,
+        }
+        for name, steps in chosen.items():
+            past = [step for step in steps if step <= resumed_from]
+            if past and self._rank == 0:
+                logger.warning(
+                    "profile.%s=%s: %s are not profiled, the run resumes from step %d",
+                    name,
+                    list(steps),
+                    past,
+                    resumed_from,
+                )
+
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Profile what happens inside, if `step` (from 1) is one of those chosen."""

@@ -38,6 +38,14 @@ def test_a_half_written_line_is_cut(tmp_path):
     assert [record["step"] for record in read(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_lines_that_are_no_records_are_cut(tmp_path):
+    write(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{}\n[1]\n{"step": "3"}\n' + b"\xff\xfe" + b"1" * 5000)
+    write(tmp_path, [3], resume_step=2)
+    assert [record["step"] for record in read(tmp_path)] == [1, 2, 3]
+
+
 def test_a_value_that_is_not_finite_becomes_null(tmp_path):
     with MetricsWriter(tmp_path, WandbConfig(enabled=False), {}) as writer:
         writer.write(1, {"loss/mean": float("nan"), "optim/grad_norm": float("inf")})

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import Metadata
 
+from trainer.checkpoint.integrity import check_tensors_alone
 from trainer.checkpoint.manifest import check_files, read_manifest
 from trainer.checkpoint.safe_load import read_index, read_tensor, tensor_entries
 from trainer.checkpoint.state import MODEL
@@ -56,6 +57,7 @@ def export_checkpoint(
         raise UserError(f"out={out} exists and is not an empty folder: choose another")
     check_files(checkpoint, read_manifest(checkpoint))
     index = read_index(checkpoint)
+    check_tensors_alone(checkpoint, index, MODEL)
     try:
         start_folder(out)
         _write_weights(checkpoint, index, beside(out), target, max_shard_gib)

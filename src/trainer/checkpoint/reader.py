@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from trainer.checkpoint.integrity import check_tensors
 from trainer.checkpoint.manifest import Manifest, check_files, read_manifest
 from trainer.checkpoint.match import find_mismatch, find_network_mismatch
 from trainer.checkpoint.rng import restore_rng
@@ -21,6 +22,7 @@ from trainer.checkpoint.safe_load import read_index, tensor_entries
 from trainer.checkpoint.shards import LocalShard, Shards, describe_failure, read_shards
 from trainer.checkpoint.state import (
     MODEL,
+    OPTIMIZER,
     RNG,
     all_shards,
     apply_optimizer,
@@ -78,7 +80,7 @@ def load_into(
     )
     refusal = None if mismatch is None else f"{checkpoint.folder} does not fit this run: {mismatch}"
     ranks.agree(refusal, UserError)
-    _read(checkpoint, shards, ranks)
+    _read(checkpoint, shards, ranks, (MODEL, OPTIMIZER, RNG))
     apply_optimizer(optimizer, view, checkpoint.manifest.optimizer)
     if rng:
         restore_rng(rng)
@@ -98,10 +100,13 @@ def load_weights_into(checkpoint: OpenCheckpoint, model: PreTrainedModel, ranks:
     mismatch = find_network_mismatch(shards, checkpoint.index, checkpoint.manifest, model.config)
     refusal = None if mismatch is None else f"{checkpoint.folder} does not fit: {mismatch}"
     ranks.agree(refusal, UserError)
-    _read(checkpoint, shards, ranks)
+    _read(checkpoint, shards, ranks, (MODEL,))
 
 
-def _read(checkpoint: OpenCheckpoint, shards: Shards, ranks: Ranks) -> None:
+def _read(
+    checkpoint: OpenCheckpoint, shards: Shards, ranks: Ranks, prefixes: tuple[str, ...]
+) -> None:
+    check_tensors(checkpoint.folder, checkpoint.index, prefixes, ranks)
     try:
         read_shards(checkpoint.folder, checkpoint.index, shards, ranks.group)
     except CheckpointException as failure:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint.background import BackgroundWrite
 from trainer.checkpoint.folder import recover
-from trainer.checkpoint.manifest import read_manifest
+from trainer.checkpoint.manifest import Manifest, read_manifest
 from trainer.checkpoint.reader import load_into, log_what_differs, open_checkpoint
 from trainer.checkpoint.snapshot import capture, copy_to_host
 from trainer.checkpoint.writer import CheckpointWriter
@@ -136,7 +136,7 @@ class CheckpointStore:
 
         Collective: all ranks, over the store's own group.
         """
-        return self._ranks.together(lambda: read_manifest(self._existing(step))).progress
+        return self._ranks.together(lambda: self._manifest_of(step)).progress
 
     def load(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
         """Load a checkpoint in place and return its progress.
@@ -163,6 +163,16 @@ class CheckpointStore:
         self._log_resume(step)
         self._held_step = step
         return checkpoint.manifest.progress
+
+    def _manifest_of(self, step: int) -> Manifest:
+        folder = self._existing(step)
+        manifest = read_manifest(folder)
+        if manifest.step != step:
+            raise UserError(
+                f"{folder} holds the checkpoint of step {manifest.step}: steps are found by the "
+                f"name of their folder; rename it to {step_folder(self.root, manifest.step).name}"
+            )
+        return manifest
 
     def _existing(self, step: int) -> Path:
         if step not in self.steps():

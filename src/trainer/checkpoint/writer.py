@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import PreTrainedTokenizerBase
 
 from trainer.checkpoint.folder import prune
-from trainer.checkpoint.manifest import Manifest, file_sizes, write_manifest
+from trainer.checkpoint.manifest import Manifest, checksums, file_sizes, write_manifest
 from trainer.checkpoint.match import architecture_of
 from trainer.checkpoint.shards import describe_failure, write_shards
 from trainer.checkpoint.snapshot import Snapshot
@@ -79,6 +79,7 @@ class CheckpointWriter:
             optimizer=snapshot.optimizer,
             progress=snapshot.progress,
             files=file_sizes(partial),
+            checksums=checksums(partial),
         )
         write_manifest(partial, manifest)
         publish(final)

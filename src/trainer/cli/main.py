@@ -4,19 +4,24 @@ Imports nothing heavy at the top: `trainer --help` must answer within a second, 
 must fail before torch is loaded. Read `trainer.loops.sft` for what a run does.
 """
 
+import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 
 from trainer.cli import text
+from trainer.cli.interrupts import ended_by_signals
 from trainer.config import RLConfig, RunConfig, SFTConfig, dump_config, load_config
 from trainer.config.pretrain import PretrainConfig
 from trainer.errors import Interrupted, UserError
 from trainer.seat import Seat, read_seat
 
-DONE, USER_ERROR = 0, 2
+DONE, FAILURE, USER_ERROR = 0, 1, 2
+NOBODY_READS = 128 + signal.SIGPIPE
+DRY_RUN = ("--dry-run", "--dry_run")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,10 +31,17 @@ def main(argv: list[str] | None = None) -> int:
         argv: Words after the program's name; None: those of this process.
 
     Returns:
-        The exit status: 0 done, 2 a user's error, 143 and 130 after SIGTERM and SIGINT. A failure
-        of the run is raised, which ends the process with 1 and a traceback.
+        The exit status: 0 done, 2 a user's error, 143 and 130 after SIGTERM and SIGINT, 141 where
+        the reader of the output has gone (`| head`). A failure of the run is raised, which ends
+        the process with 1 and a traceback.
     """
     args = sys.argv[1:] if argv is None else argv
+    is_run = args[:1] in (["sft"], ["rl"], ["pretrain"])
+    with ended_by_signals() if argv is None and is_run else contextlib.nullcontext():
+        return _status(args)
+
+
+def _status(args: list[str]) -> int:
     seat = Seat(0, 1, 0)
     try:
         seat = read_seat()
@@ -41,6 +53,25 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + interruption.signum
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except OSError:
+        # Whether it was standard output that failed shows only when more is written.
+        status = _end_output(seat, "\n")
+        if status == DONE:
+            raise
+        return status
+    return _end_output(seat, "")
+
+
+def _end_output(seat: Seat, ending: str) -> int:
+    """Write the last of the output; if that fails, the interpreter's own end must not try again."""
+    try:
+        print(end=ending, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return NOBODY_READS
+        _say(f"standard output cannot be written: {error}", seat)
+        return FAILURE
     return DONE
 
 
@@ -102,8 +133,9 @@ def _train(command: str, args: list[str], seat: Seat) -> None:
     if "--help" in args or "-h" in args:
         print(text.command_help(command, cls))
         return
-    is_dry_run = "--dry-run" in args
-    config, notes = _load_on_every_rank(cls, [word for word in args if word != "--dry-run"], seat)
+    words = [word for word in args if word not in DRY_RUN]
+    is_dry_run = len(words) < len(args)
+    config, notes = _load_on_every_rank(cls, words, seat)
     if is_dry_run:
         if seat.is_first:
             print("".join(f"# note: {note}\n" for note in notes) + dump_config(config), end="")
@@ -134,7 +166,8 @@ def _say(message: str, seat: Seat) -> None:
 
         if not speaks_for_all(timedelta(seconds=10)):
             return
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):
+        print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def _start_logging(seat: Seat) -> None:

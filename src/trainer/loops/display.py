@@ -1,5 +1,8 @@
 """What a person watching the run sees: a bar with ETA, or plain lines without a terminal."""
 
+import logging
+import os
+import sys
 import time
 from types import TracebackType
 from typing import Self
@@ -9,7 +12,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from trainer.metrics import Metrics
 
+logger = logging.getLogger(__name__)
+
 LINES_A_RUN = 20
+
+
+class Output(Console):
+    """Standard output, which whoever read it may leave (`| head`): the run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nowhere from now on; rich would end the process."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        logger.warning("nobody reads standard output any more: the run goes on in metrics.jsonl")
 
 
 class Display:
@@ -22,7 +36,7 @@ class Display:
     """
 
     def __init__(self, max_steps: int, start: int, kind: str) -> None:
-        self.console = Console(stderr=False)
+        self.console = Output(stderr=False)
         self._max_steps, self._start, self._done = max_steps, start, start
         self._began = time.monotonic()
         self._every = max(1, max_steps // LINES_A_RUN)

@@ -24,6 +24,7 @@ from trainer.metrics import Metrics, MetricsWriter, plain
 from trainer.model.causal_lm import CausalLM
 from trainer.model.export import save_hf_weights
 from trainer.model.flops import training_flops
+from trainer.parallel.agreement import Ranks
 from trainer.parallel.signals import StopSignal
 from trainer.parallel.watchdog import set_phase
 from trainer.parallel.world import World
@@ -146,6 +147,18 @@ class Run:
         if step_metrics is not None:
             self._write(step, step_metrics | {"time/save_ckpt": time.perf_counter() - began})
 
+    def save_missing_weights(self) -> None:
+        """Write the weights that were due with the checkpoint, where a kill came in between.
+
+        Collective: all ranks, one broadcast; then as `save_hf_weights`.
+        """
+        step = self.progress.step
+        if not is_due(self.config.ckpt.weights_interval, step, self.config.max_steps):
+            return
+        if Ranks().on_first(lambda: not self._weights_folder(step).exists()):
+            set_phase("save")
+            self._save_weights(step)
+
     def state(self, data_position: dict[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps beside tensors, as plain JSON."""
         return {
@@ -162,7 +175,7 @@ class Run:
             f"done: {step} steps, {self.progress.trained_tokens:,} trained tokens",
             f"  metrics     {folder / 'metrics.jsonl'}",
             f"  checkpoint  {folder / 'checkpoints' / f'step_{step}'}",
-            f"  weights     {folder / 'weights' / f'step_{step}'} (Hugging Face layout)",
+            f"  weights     {self._weights_folder(step)} (Hugging Face layout)",
         ]
 
     def say(self, text: str) -> None:
@@ -170,9 +183,12 @@ class Run:
         if self.display is not None:
             self.display.note(text)
 
+    def _weights_folder(self, step: int) -> Path:
+        return self.folder / "weights" / f"step_{step}"
+
     def _save_weights(self, step: int) -> None:
-        folder = self.folder / "weights" / f"step_{step}"
-        save_hf_weights(self.model, self.tokenizer, folder, self.config.ckpt.weights_dtype)
+        folder, dtype = self._weights_folder(step), self.config.ckpt.weights_dtype
+        save_hf_weights(self.model, self.tokenizer, folder, dtype)
 
     def _write_pending(self) -> None:
         step_metrics = self._take_pending()

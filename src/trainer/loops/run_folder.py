@@ -6,6 +6,7 @@ Layout (design: others' scripts rely on it): `config.toml` of the first launch,
 """
 
 import logging
+import tempfile
 from pathlib import Path
 
 from trainer.checkpoint import CheckpointStore
@@ -15,7 +16,28 @@ from trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-TRACES = ("config.toml", "metrics.jsonl", "checkpoints", "weights")
+FOLDERS = ("checkpoints", "weights")
+TRACES = ("config.toml", "metrics.jsonl", *FOLDERS)
+
+
+def check_output_dir(output_dir: str) -> None:
+    """Refuse a folder that cannot be made or written into; leaves nothing behind.
+
+    Raises:
+        UserError: there is a file in its place or above it, or nothing can be written there.
+    """
+    folder = Path(output_dir)
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        for place in (existing, *(folder / name for name in FOLDERS)):
+            if place.exists() and not place.is_dir():
+                raise NotADirectoryError(f"{place} is no folder")
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"output_dir={output_dir!r}: a run cannot write there ({error}); choose another"
+        ) from error
 
 
 def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:

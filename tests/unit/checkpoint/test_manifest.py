@@ -37,9 +37,11 @@ def test_non_finite_number_is_not_written(tmp_path: Path, value: float):
         write_manifest(tmp_path, replace(MANIFEST, progress={"loss": value}))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1}'])
-def test_damaged_manifest_is_refused(tmp_path: Path, text: str):
-    (tmp_path / "manifest.json").write_text(text)
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"format": 1}', b"null", b"\xff\xfe", b"1" * 5000]
+)
+def test_damaged_manifest_is_refused(tmp_path: Path, content: bytes):
+    (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(UserError, match=r"manifest.json is missing or damaged"):
         read_manifest(tmp_path)
 
@@ -55,6 +57,23 @@ def test_another_format_is_refused(tmp_path: Path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
     with pytest.raises(UserError, match="format 99, this version reads format 1"):
         read_manifest(tmp_path)
+
+
+def test_an_edited_manifest_is_refused(tmp_path: Path):
+    write_manifest(tmp_path, MANIFEST)
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
+    with pytest.raises(UserError, match="its checksum does not agree"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_of_before_checksums_is_read(tmp_path: Path):
+    write_manifest(tmp_path, MANIFEST)
+    path = tmp_path / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"], content["checksums"]
+    path.write_text(json.dumps(content))
+    assert read_manifest(tmp_path) == MANIFEST
 
 
 def test_truncated_or_missing_file_is_named(tmp_path: Path):

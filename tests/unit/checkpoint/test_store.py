@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tests.support.networks import moe_architecture, packed_batch, random_model
 from trainer.checkpoint import CheckpointStore, writer
+from trainer.checkpoint.safe_load import read_index
 from trainer.config.optim import AdamWConfig, MuonConfig, OptimizerSection, SGDConfig
 from trainer.errors import UserError
 from trainer.model import setup_model
@@ -393,6 +394,46 @@ def test_truncated_tensor_file_is_refused_before_loading(root: Path, mesh: Devic
     assert same(values(model), before)
 
 
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("place", range(1, 8))
+def test_any_flipped_bit_of_a_tensor_is_found_before_loading(
+    root: Path, mesh: DeviceMesh, place: int
+):
+    model, optimizer = build(mesh, seed=0)
+    checkpoints = CheckpointStore(root)
+    checkpoints.save(1, model, optimizer, {})
+    values_of = read_index(root / "step_1").storage_data
+    info = sorted(values_of.values(), key=lambda info: info.offset)[place]
+    flip(root / "step_1" / info.relative_path, info.offset + info.length // 2)
+    before = values(model)
+    with pytest.raises(UserError, match=r"step_1 is damaged: the checksums of .* do not agree"):
+        checkpoints.load(1, model, optimizer)
+    assert same(values(model), before)
+
+
+@pytest.mark.parametrize("name", [".metadata", "hf/config.json", "manifest.json"])
+def test_a_flipped_bit_beside_the_tensors_is_found(root: Path, mesh: DeviceMesh, name: str):
+    model, optimizer = build(mesh, seed=0)
+    checkpoints = CheckpointStore(root)
+    checkpoints.save(1, model, optimizer, {})
+    flip(root / "step_1" / name, 40)
+    with pytest.raises(UserError, match=f"{name} .*damaged|damaged: {name}"):
+        checkpoints.load(1, model, optimizer)
+
+
+def test_a_renamed_checkpoint_is_refused(root: Path, mesh: DeviceMesh):
+    checkpoints = CheckpointStore(root)
+    checkpoints.save(1, *build(mesh, seed=0), {})
+    (root / "step_1").rename(root / "step_7")
+    with pytest.raises(UserError, match=r"step_7 holds the checkpoint of step 1: .* to step_1"):
+        checkpoints.read_progress(7)
+
+
 def test_change_of_thread_count_is_logged(
     root: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
 ):
@@ -400,7 +441,9 @@ def test_change_of_thread_count_is_logged(
     checkpoints = CheckpointStore(root)
     checkpoints.save(1, model, optimizer, {})
     path = root / "step_1" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_threads": 77}))
+    content = json.loads(path.read_text()) | {"num_threads": 77}
+    del content["checksum"]
+    path.write_text(json.dumps(content))
     with caplog.at_level(logging.WARNING):
         checkpoints.load(1, model, optimizer)
     assert f"threads a rank 77 -> {torch.get_num_threads()}" in caplog.text

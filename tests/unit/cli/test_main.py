@@ -135,3 +135,49 @@ def test_only_rank_0_prints_a_dry_run(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main([*DEMO, "--dry-run"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def run_with_output(args: list[str], output: int) -> tuple[int, str]:
+    command = [sys.executable, "-m", "trainer", *args]
+    run = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.parametrize("args", [["sft", "--help"], [*DEMO, "--dry-run"]], ids=" ".join)
+def test_a_reader_that_left_ends_the_command_without_a_word(args):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert run_with_output(args, writer) == (141, "")
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["sft", "--help"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_message(args):
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        status, err = run_with_output(args, full)
+    finally:
+        os.close(full)
+    assert status == 1
+    assert err == "error: standard output cannot be written: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(("signum", "status"), [(15, 143), (2, 130)])
+def test_a_signal_before_training_ends_the_process_at_once(tmp_path, signum, status):
+    fifo = tmp_path / "rows.toml"
+    os.mkfifo(fifo)  # the command waits for what is never written
+    command = [sys.executable, "-m", "trainer", "sft", "@", str(fifo)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    writer = os.open(fifo, os.O_WRONLY)  # returns once the command reads
+    process.send_signal(signum)
+    assert process.communicate(timeout=60)[1] == ""
+    os.close(writer)
+    assert process.returncode == status
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--dry_run"])
+def test_a_dry_run_takes_either_spelling(runs, capsys, flag):
+    assert main([*DEMO, flag]) == 0
+    assert runs == []

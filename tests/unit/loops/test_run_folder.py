@@ -8,7 +8,7 @@ from tests.support.networks import moe_architecture, random_model
 from trainer.checkpoint import CheckpointStore
 from trainer.config import SFTConfig, load_config
 from trainer.errors import UserError
-from trainer.loops.run_folder import resolve_resume, write_config
+from trainer.loops.run_folder import check_output_dir, resolve_resume, write_config
 
 
 @pytest.fixture
@@ -21,12 +21,28 @@ def config(folder: Path, resume: object = None) -> SFTConfig:
     return SFTConfig.model_validate(
         dict(
             output_dir=str(folder / "run"),
-            max_steps=1,
+            max_steps=3,
             model=random_model(moe_architecture()),
             data={"source": {"type": "files", "path": "rows.jsonl"}},
             ckpt={"resume": resume},
         )
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["file", "file/run", "/dev/full", "/proc/run", "x" * 300, "run"], ids=lambda n: n[:9]
+)
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=rf"output_dir='.*{name[:9]}.*': a run cannot write there"):
+        check_output_dir(str(tmp_path / name))
+
+
+def test_looking_at_a_folder_leaves_no_trace(tmp_path: Path) -> None:
+    check_output_dir(str(tmp_path / "new" / "run"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_new_folder_starts_fresh(tmp_path: Path, store: CheckpointStore) -> None:

@@ -1,0 +1,82 @@
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import row, write_tiny_run
+from trainer.cli.main import main
+
+LATEST = ["--ckpt.resume", "latest"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny run of two steps, a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert main([*write_tiny_run(folder), "--ckpt.interval", "1"]) == 0
+    return folder
+
+
+@pytest.fixture
+def words(finished: Path, tmp_path: Path) -> list[str]:
+    """A copy of the finished run in `tmp_path`; words that resume it."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    return [*write_tiny_run(tmp_path), *LATEST]
+
+
+def record(folder: Path) -> list[int]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_a_run_that_ends_before_its_checkpoint_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--max-steps", "1"]) == 2
+    assert "max_steps=1: the checkpoint is of step 2, beyond" in capsys.readouterr().err
+    assert record(tmp_path) == [1, 2]
+
+
+def test_data_of_another_size_is_refused_before_the_record_is_touched(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row()) + "\n")
+    assert main([*words, "--max-steps", "4", "--ckpt.resume", "1"]) == 2
+    assert "rows in data.source: [1] in this run, [16] in" in capsys.readouterr().err
+    assert record(tmp_path) == [1, 2]
+    assert not (tmp_path / "run" / "config.resume-1.toml").exists()
+
+
+def test_weights_that_a_kill_prevented_are_written_on_resume(
+    words: list[str], tmp_path: Path
+) -> None:
+    weights = tmp_path / "run" / "weights" / "step_2" / "model.safetensors"
+    before = weights.read_bytes()
+    shutil.rmtree(weights.parents[1])
+    assert main(words) == 0
+    assert weights.read_bytes() == before
+    assert record(tmp_path) == [1, 2]
+
+
+def test_steps_to_profile_that_are_past_are_named(
+    words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main([*words, "--max-steps", "3", "--profile.trace-steps", "1", "2"]) == 0
+    assert "profile.trace_steps=[1, 2]: [1, 2] are not profiled, the run resumes" in caplog.text
+
+
+def test_packs_longer_than_the_models_positions_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert main([*write_tiny_run(tmp_path), "--max-steps", "1", "--data.seq-len", "257"]) == 0
+    assert "data.seq_len=257 exceeds the model's max_position_embeddings=256" in caplog.text
+
+
+def test_an_interval_of_validation_without_rows_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*write_tiny_run(tmp_path), "--max-steps", "1", "--val.interval", "1"]) == 0
+    assert "val.interval=1: neither val.source nor val.fraction" in capsys.readouterr().out
