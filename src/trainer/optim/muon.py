@@ -36,9 +36,10 @@ from trainer.optim.newton_schulz import newton_schulz, orthogonalize_normalized_
 from trainer.optim.options import MuonOptions, plan_with_kernels
 from trainer.optim.per_matrix import per_matrix_update_
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
+from trainer.optim.pipeline_memory import Passes
 from trainer.optim.plan import PlannedGroup
 from trainer.optim.presence import Presence
-from trainer.optim.pricing import Passes, Price, price_plan
+from trainer.optim.pricing import Price, price_plan
 from trainer.optim.side_stream import SideStream
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import (
