@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.errors import UserError
 from trainer.optim import Muon
-from trainer.optim.pricing import RATES, predict_ms
+from trainer.optim.rates import RATES, predict_ms
 
 GIB = 2**30
 

@@ -5,7 +5,8 @@ from tests.support.qwen3_moe import qwen3_30b_a3b
 from trainer.config.optim import MuonConfig
 from trainer.errors import UserError
 from trainer.optim.options import MuonOptions, plan_with_kernels
-from trainer.optim.pricing import Price, predict_ms, price_plan
+from trainer.optim.pricing import Price, price_plan
+from trainer.optim.rates import predict_ms
 from trainer.optim.setup import plan_groups
 
 CPU = torch.device("cpu")
