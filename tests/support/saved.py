@@ -4,27 +4,38 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
-def saved_bytes(function: Callable[[], Any], exclude: list[Tensor]) -> int:
-    """Return the bytes of distinct storages saved while `function` runs, parameters apart.
+def saved_bytes(function: Callable[[], Any], model: nn.Module) -> int:
+    """Return the bytes of distinct storages saved while `function` runs, weights apart.
+
+    Storages are told apart by identity and measured at the end, when those of gathered weights
+    that were given back are empty.
 
     Args:
         function: A forward; its result is kept until the count is made.
-        exclude: Tensors whose storages do not count.
+        model: Whose weights do not count.
     """
-    storages: dict[int, int] = {}
-    known = {tensor.untyped_storage().data_ptr() for tensor in exclude}
-    kept = []
+    kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            storages[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)
+        # A tensor that is kept keeps its storage, whose identity is then no other's.
+        kept.setdefault(_identity(tensor), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept.append(function())
-    return sum(storages.values())
+        result = function()
+    weights = {_identity(parameter) for parameter in model.parameters()}
+    del result
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for identity, tensor in kept.items()
+        if identity not in weights
+    )
+
+
+def _identity(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata

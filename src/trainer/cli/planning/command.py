@@ -71,7 +71,7 @@ def report(config: RunConfig, world_size: int, gpu: GPU) -> str:
         f"{sizes.dp_replicate} x dp_shard {sizes.dp_shard} (dp_shard_mod_ep "
         f"{sizes.dp_shard_mod_ep} x ep {sizes.ep}), as on {gpu.name.upper()}",
         "",
-        *memory_lines(config, hf_config, ranks, gpu),
+        *memory_lines(config, hf_config, ranks, gpu, world_size),
         "",
         *optimizer_lines(config.optim, ranks, gpu),
     ]

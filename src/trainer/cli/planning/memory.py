@@ -1,51 +1,50 @@
-"""How much device memory a training step takes, by counting: for `trainer plan`.
+"""How much device memory a training step takes, moment by moment: for `trainer plan`.
 
-Owns the counts of the model's side; the optimizer's own temporaries come from
-`trainer.optim.pricing`. Counts assume that routing is even: a rank whose experts get more than
-their share of tokens needs more.
+Owns the moments at which the model's side of a step peaks, and what exists at each. What autograd
+keeps is `activations.py`'s count; the optimizer's own temporaries come from
+`trainer.optim.pricing`. Routing is taken as even.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from transformers import Qwen3MoeConfig
 
-from trainer.cli.planning.parameters import gathered_numel, units
+from trainer.cli.planning.activations import FP32_BYTES, Activations, Shape, count_activations
+from trainer.cli.planning.parameters import LayerUnits, Unit, gather_units
 from trainer.model.architecture import QwenConfig
 from trainer.model.flops import is_moe_layer
 from trainer.optim.spec import ParameterSpec
 
 GIB = 2**30
-MASTER_BYTES = 4
-"""Weights, gradients and reduced gradients are fp32."""
 USABLE = 0.92
 """Part of a GPU's memory that tensors may take: the rest is CUDA's, NCCL's and fragmentation."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a micro-batch is.
+class Moment:
+    """Bytes beside weights and optimizer state at one moment of forward and backward.
 
     Attributes:
-        num_packs: Packs of a forward on one rank.
-        seq_len: Tokens a pack.
-        compute_bytes: Bytes of an element of the compute dtype.
-        logits_chunk_tokens: Tokens whose logits exist at once.
-        is_checkpointed: Whether layers are recomputed in the backward.
-        keeps_gathered: Whether gathered weights stay until the backward.
+        name: When that is.
+        gradients: Sharded gradients that exist by then.
+        gathered: Weights gathered for computing, prefetched ones included.
+        reduced: Unsharded gradients and the buffers that reduce them.
+        activations: Kept for the backward.
+        passing: Logits of a chunk, or rows on their way to experts and back.
     """
 
-    num_packs: int
-    seq_len: int
-    compute_bytes: int
-    logits_chunk_tokens: int
-    is_checkpointed: bool
-    keeps_gathered: bool
+    name: str
+    gradients: int
+    gathered: int
+    reduced: int
+    activations: int
+    passing: int
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.num_packs * self.seq_len
+    def total(self) -> int:
+        """All of it."""
+        return self.gradients + self.gathered + self.reduced + self.activations + self.passing
 
 
 @dataclass(frozen=True)
@@ -53,40 +52,33 @@ class StepMemory:
     """Bytes on one rank while a step runs.
 
     Attributes:
-        weights, gradients, state: Held throughout (fp32).
-        gathered: Weights gathered for computing, prefetched ones included.
-        reduced: Unsharded gradients on their way to their shards.
-        activations: Kept for the backward.
-        logits: Of one chunk of tokens, with their gradient.
-        dispatch: Rows on their way to experts and back.
+        weights: fp32 masters, held throughout.
+        state: Of the optimizer, held throughout.
+        worst: The moment of forward and backward that takes most.
+        gradients: All of this rank's, as the optimizer finds them.
         optimizer: Temporaries of the optimizer's step.
     """
 
     weights: int
-    gradients: int
     state: int
-    gathered: int
-    reduced: int
-    activations: int
-    logits: int
-    dispatch: int
+    worst: Moment
+    gradients: int
     optimizer: int
-
-    @property
-    def held(self) -> int:
-        """Bytes held between steps, gradients included."""
-        return self.weights + self.gradients + self.state
 
     @property
     def model_peak(self) -> int:
         """The most during forward and backward."""
-        passing = self.gathered + self.reduced + self.logits + self.dispatch
-        return self.held + passing + self.activations
+        return self.weights + self.state + self.worst.total
 
     @property
     def optimizer_peak(self) -> int:
         """The most during the optimizer's step."""
-        return self.held + self.optimizer
+        return self.weights + self.state + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """The most during a step."""
+        return max(self.model_peak, self.optimizer_peak)
 
 
 def step_memory(
@@ -108,113 +100,185 @@ def step_memory(
         state_bytes: Of the optimizer's state.
         optimizer_bytes: Of the optimizer's temporaries.
     """
-    gathered, reduced = _gathered_and_reduced(specs, shape)
+    moments = _moments(hf_config, specs, shape)
     return StepMemory(
-        weights=num_local * MASTER_BYTES,
-        gradients=num_local * MASTER_BYTES,
+        weights=num_local * FP32_BYTES,
         state=state_bytes,
-        gathered=gathered,
-        reduced=reduced,
-        activations=activation_bytes(hf_config, shape),
-        logits=logits_bytes(hf_config, shape),
-        dispatch=_dispatch_bytes(hf_config, shape),
+        worst=max(moments, key=lambda moment: moment.total),
+        gradients=num_local * FP32_BYTES,
         optimizer=optimizer_bytes,
     )
 
 
-def _gathered_and_reduced(specs: Sequence[ParameterSpec], shape: Shape) -> tuple[int, int]:
-    """Return bytes of gathered weights, and of unsharded gradients, at the worst moment."""
-    sizes: dict[str, int] = {}
-    for unit in units(list(specs)):
-        layer = unit.name.removesuffix(" experts")
-        sizes[layer] = sizes.get(layer, 0) + sum(gathered_numel(spec) for spec in unit.specs)
-    ends = sizes.pop("embeddings and output")
-    largest = max(sizes.values(), default=0)
-    # One layer computes, the next is gathered meanwhile into a buffer that is then cut up.
-    layers = sum(sizes.values()) if shape.keeps_gathered else 3 * largest
-    # Gradients of a unit in the compute dtype, and their fp32 copy in the order of the reduction.
-    reduced = max(largest, ends) * (shape.compute_bytes + MASTER_BYTES)
-    return (ends + layers) * shape.compute_bytes, reduced
+def _moments(
+    hf_config: QwenConfig, specs: Sequence[ParameterSpec], shape: Shape
+) -> Iterator[Moment]:
+    """Yield the moments that may be the worst, in order.
 
-
-def activation_bytes(hf_config: QwenConfig, shape: Shape) -> int:
-    """Return the bytes that autograd keeps for the backward of a micro-batch.
-
-    With checkpointing: each layer's input, and everything of the one layer that is recomputed.
+    Where a step has several micro-batches, it is the second: gradients of the first are held.
     """
-    layers = [_layer_bytes(hf_config, layer, shape) for layer in range(hf_config.num_hidden_layers)]
-    width = hf_config.hidden_size
-    # The last norm, its output for the projection, one log-sum-exp a token.
-    ends = _norm_bytes(width, shape) + width * shape.compute_bytes + MASTER_BYTES
-    if shape.is_checkpointed:
-        inputs = len(layers) * width * shape.compute_bytes
-        return shape.num_tokens * (ends + inputs + max(layers))
-    return shape.num_tokens * (ends + sum(layers))
+    ends, layers = gather_units(specs)
+    kept = count_activations(hf_config, shape)
+    accumulates = shape.num_micro_batches > 1
+    held = 0 if not accumulates else sum(_shard_bytes(unit) for unit in _all_units(ends, layers))
+    # FSDP keeps the input of a reduction until the next one, the last one's into the next forward.
+    waiting = ends.numel * FP32_BYTES if accumulates else 0
+    head_grad = hf_config.vocab_size * hf_config.hidden_size * shape.compute_bytes
+    yield _loss_moment(hf_config, shape, ends, layers, kept, held, waiting)
+    for index in reversed(range(len(layers))):
+        backward = _LayerBackward(index, ends, layers, kept, shape, held, head_grad)
+        rows = _passing_rows(hf_config, index, shape)
+        yield from backward.moments(rows, waiting)
+        waiting = layers[index].dense.numel * FP32_BYTES
+        held += 0 if accumulates else sum(_shard_bytes(unit) for unit in layers[index].units)
+    yield Moment(
+        "the last reduction",
+        gradients=held,
+        gathered=0,
+        reduced=_reduction_bytes(ends, shape),
+        activations=0,
+        passing=0,
+    )
 
 
-def _layer_bytes(hf_config: QwenConfig, layer: int, shape: Shape) -> int:
-    """Return what one layer keeps for each token."""
-    width, size = hf_config.hidden_size, shape.compute_bytes
-    head_dim, num_keys = hf_config.head_dim, hf_config.num_key_value_heads
-    assert head_dim is not None, "transformers sets it when a config is made"
-    assert num_keys is not None, "transformers sets it when a config is made"
-    queries, keys = hf_config.num_attention_heads * head_dim, num_keys * head_dim
-    norms = 2 * _norm_bytes(width, shape) + _norm_bytes(queries + keys, shape)
-    # Rotary products keep nothing of their own; sdpa keeps query, key, value (repeated to all
-    # heads), its output, and a log-sum-exp a head; the projection keeps the output laid out anew.
-    attention = (5 * queries) * size + hf_config.num_attention_heads * MASTER_BYTES
-    return norms + attention + _mlp_bytes(hf_config, layer, shape)
+def _all_units(ends: Unit, layers: Sequence[LayerUnits]) -> list[Unit]:
+    return [ends, *(unit for layer in layers for unit in layer.units)]
 
 
-def _norm_bytes(width: int, shape: Shape) -> int:
-    """Return what an RMS norm keeps: its input in fp32, its scale, its output before the weight."""
-    copy = width * MASTER_BYTES if shape.compute_bytes != MASTER_BYTES else 0
-    return copy + 2 * width * shape.compute_bytes + MASTER_BYTES
+def _shard_bytes(unit: Unit) -> int:
+    return -(-unit.numel // unit.num_shards) * FP32_BYTES
 
 
-def _mlp_bytes(hf_config: QwenConfig, layer: int, shape: Shape) -> int:
-    width, size = hf_config.hidden_size, shape.compute_bytes
-    match hf_config:
-        case Qwen3MoeConfig() if is_moe_layer(hf_config, layer):
-            hidden, choices = hf_config.moe_intermediate_size, hf_config.num_experts_per_tok
-            # The rows, gate and up together, the activated gate, the product, the results.
-            rows = choices * (2 * width + 4 * hidden) * size
-            return rows + 2 * hf_config.num_experts * MASTER_BYTES
-        case _:
-            hidden = hf_config.intermediate_size
-            assert hidden is not None, "a dense layer has a width"
-            return 4 * hidden * size
+def _reduction_bytes(unit: Unit, shape: Shape) -> int:
+    """Return the most while a unit's gradients are reduced.
+
+    The gradients with their fp32 copy in the order of the shards, then that copy with its sum.
+    """
+    copy = unit.numel * FP32_BYTES
+    return copy + max(unit.numel * shape.compute_bytes, _shard_bytes(unit))
+
+
+def _loss_moment(
+    hf_config: QwenConfig,
+    shape: Shape,
+    ends: Unit,
+    layers: Sequence[LayerUnits],
+    kept: Activations,
+    held: int,
+    waiting: int,
+) -> Moment:
+    """Return the moment when all activations exist and the log-probs' backward runs."""
+    gathered = ends.numel + (sum(layer.numel for layer in layers) if shape.keeps_gathered else 0)
+    return Moment(
+        "the loss",
+        gradients=held,
+        gathered=gathered * shape.compute_bytes,
+        reduced=waiting + _head_gradient_bytes(hf_config, shape),
+        activations=kept.after_forward,
+        passing=logits_bytes(hf_config, shape),
+    )
+
+
+def _head_gradient_bytes(hf_config: QwenConfig, shape: Shape) -> int:
+    """Return the bytes of the output projection's gradient while it adds up over chunks.
+
+    The sum, a chunk's part and that of the chunk before, in fp32; the part as it was computed.
+    """
+    numel = hf_config.vocab_size * hf_config.hidden_size
+    computed = shape.compute_bytes if shape.compute_bytes != FP32_BYTES else 0
+    return numel * (min(3, shape.num_chunks) * FP32_BYTES + computed)
+
+
+@dataclass(frozen=True)
+class _LayerBackward:
+    """The backward of one layer, with what it finds.
+
+    Attributes:
+        index: Of the layer.
+        ends: The unit of embeddings and output projection, which stays gathered.
+        layers: The units of all layers.
+        kept: The activations.
+        shape: The micro-batch.
+        held: Bytes of sharded gradients.
+        head_grad: Bytes of the output projection's gradient, reduced only at the end.
+    """
+
+    index: int
+    ends: Unit
+    layers: Sequence[LayerUnits]
+    kept: Activations
+    shape: Shape
+    held: int
+    head_grad: int
+
+    def moments(self, rows: int, waiting: int) -> Iterator[Moment]:
+        """Yield: the MLP's backward begins; it is done, and its gradients wait; the layer's end.
+
+        Args:
+            rows: Bytes in passing while the MLP's backward begins.
+            waiting: Bytes of the latest reduction's input, kept until the next.
+        """
+        layer, size = self.layers[self.index], self.shape.compute_bytes
+        activations = self.kept.layers[self.index]
+        before = self.kept.before_layer(self.index)
+        begin = Moment(
+            f"the backward of layer {self.index}",
+            gradients=self.held,
+            gathered=self._gathered(layer.numel),
+            reduced=self.head_grad + waiting,
+            activations=before + activations.mlp + activations.rest,
+            passing=rows,
+        )
+        after_mlp = replace(begin, activations=before + activations.rest, passing=0)
+        yield begin
+        if layer.experts is None:
+            reduced = self.head_grad + waiting + layer.dense.numel * size
+            yield replace(after_mlp, reduced=reduced)
+        else:
+            reduced = self.head_grad + _reduction_bytes(layer.experts, self.shape)
+            gathered = self._gathered(layer.dense.numel)
+            yield replace(after_mlp, reduced=reduced, gathered=gathered)
+        yield replace(
+            after_mlp,
+            gathered=self._gathered(0),
+            reduced=self.head_grad + _reduction_bytes(layer.dense, self.shape),
+            activations=before,
+        )
+
+    def _gathered(self, num_here: int) -> int:
+        """Return bytes gathered while `num_here` elements of this layer are."""
+        earlier = self.layers[: self.index]
+        if self.shape.keeps_gathered:
+            ahead = sum(layer.numel for layer in earlier)
+        else:
+            # The layer before is gathered meanwhile, unless this rank has all of it.
+            units = [unit for layer in earlier[-1:] for unit in layer.units]
+            ahead = sum(unit.numel for unit in units if unit.num_shards > 1)
+        return (self.ends.numel + num_here + ahead) * self.shape.compute_bytes
 
 
 def logits_bytes(hf_config: QwenConfig, shape: Shape) -> int:
-    """Return the bytes of one chunk's logits: as computed, in fp32, and their gradient."""
-    rows = min(shape.logits_chunk_tokens, shape.num_tokens)
-    return rows * hf_config.vocab_size * (2 * shape.compute_bytes + MASTER_BYTES)
+    """Return the bytes of logits that exist at once on a GPU, where one kernel does a chunk.
 
-
-def _dispatch_bytes(hf_config: QwenConfig, shape: Shape) -> int:
-    """Return the bytes of rows sent, received and put in order, in one direction."""
-    match hf_config:
-        case Qwen3MoeConfig():
-            row = hf_config.num_experts_per_tok * hf_config.hidden_size * shape.compute_bytes
-            return 3 * shape.num_tokens * row
-        case _:
-            return 0
-
-
-def largest_micro_batch(
-    hf_config: QwenConfig, memory: StepMemory, shape: Shape, capacity: float
-) -> int:
-    """Return the most packs a micro-batch may have on a GPU of `capacity` bytes; 0: none.
-
-    Args:
-        hf_config: The network.
-        memory: Of `shape`.
-        shape: The micro-batch that was counted.
-        capacity: Usable bytes.
+    A chunk's logits, their gradient, and that of the chunk before.
     """
-    if memory.optimizer_peak > capacity:
-        return 0
-    growing = (memory.activations + memory.dispatch) / shape.num_packs
-    fixed = memory.model_peak - memory.activations - memory.dispatch
-    return max(0, int((capacity - fixed) / growing))
+    rows = min(shape.logits_chunk_tokens, shape.num_tokens)
+    num_alive = 3 if shape.num_chunks > 1 else 2
+    return num_alive * rows * hf_config.vocab_size * shape.compute_bytes
+
+
+def _passing_rows(hf_config: QwenConfig, layer: int, shape: Shape) -> int:
+    """Return the bytes in passing while a layer's MLP begins its backward."""
+    size = shape.compute_bytes
+    match hf_config:
+        case Qwen3MoeConfig() if is_moe_layer(hf_config, layer):
+            # Gradients of the results, and times the results; rows received, if sent elsewhere.
+            num_copies = 3 if shape.is_dispatched else 2
+            copies = num_copies * hf_config.num_experts_per_tok
+            per_token = (copies + 2) * hf_config.hidden_size * size
+        case _:
+            hidden = hf_config.intermediate_size
+            assert hidden is not None, "a dense layer has a width"
+            # Gradients of the product and of both factors; of the residual stream.
+            per_token = (3 * hidden + 2 * hf_config.hidden_size) * size
+    return shape.num_tokens * per_token

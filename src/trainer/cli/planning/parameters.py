@@ -5,6 +5,7 @@ holds it against the real thing. Builds transformers' own network on the meta de
 and shapes are ours.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +22,33 @@ MASTER_DTYPE = "float32"
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers together."""
+    """Parameters that FSDP gathers together.
 
-    name: str
-    specs: tuple[ParameterSpec, ...]
+    Attributes:
+        numel: Elements that a rank has while they are gathered.
+        num_shards: Ranks over which they are sharded otherwise.
+    """
+
+    numel: int
+    num_shards: int
+
+
+@dataclass(frozen=True)
+class LayerUnits:
+    """The units of one layer: all but its experts, and those."""
+
+    dense: Unit
+    experts: Unit | None
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Both, or the one there is."""
+        return (self.dense,) if self.experts is None else (self.dense, self.experts)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole layer, gathered."""
+        return sum(unit.numel for unit in self.units)
 
 
 def global_shapes(hf_config: QwenConfig) -> dict[str, tuple[int, ...]]:
@@ -75,14 +99,23 @@ def _expert_placements(shape: tuple[int, ...], sizes: MeshSizes) -> tuple[AxisPl
     return AxisPlacement(), split, AxisPlacement(0)
 
 
-def units(specs: list[ParameterSpec]) -> list[Unit]:
-    """Group parameters as FSDP gathers them: each layer's experts, each layer, the rest."""
-    members: dict[str, list[ParameterSpec]] = {}
+def gather_units(specs: Sequence[ParameterSpec]) -> tuple[Unit, list[LayerUnits]]:
+    """Return the units that FSDP makes: embeddings, last norm and output; then the layers'."""
+    members: dict[tuple[str, bool], list[ParameterSpec]] = {}
     for spec in specs:
         words = spec.name.split(".")
-        name = ".".join(words[:3]) if words[1] == "layers" else "embeddings and output"
-        members.setdefault(f"{name} experts" if is_expert(spec.name) else name, []).append(spec)
-    return [Unit(name, tuple(held)) for name, held in members.items()]
+        layer = words[2] if words[1] == "layers" else ""
+        members.setdefault((layer, is_expert(spec.name)), []).append(spec)
+    made = {key: _unit(held) for key, held in members.items()}
+    layers = [layer for layer, are_experts in made if layer and not are_experts]
+    return made["", False], [LayerUnits(made[i, False], made.get((i, True))) for i in layers]
+
+
+def _unit(specs: Sequence[ParameterSpec]) -> Unit:
+    mesh = specs[0].mesh
+    assert mesh is not None
+    # Axes are (dp_replicate, the one FSDP shards over, and for experts ep).
+    return Unit(sum(gathered_numel(spec) for spec in specs), mesh.sizes[1])
 
 
 def local_numel(spec: ParameterSpec) -> int:

@@ -1,6 +1,7 @@
 """One rank of a planned run: its parameters, its optimizer state, its part in Muon's plan."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,9 @@ from trainer.optim.bucketing import PlannedGroup, PlanOptions
 from trainer.optim.groups import group_of
 from trainer.optim.kernels.machine import assumed_machine
 from trainer.optim.kernels.select import KernelChoice, choose_kernel
+from trainer.optim.per_matrix_pricing import price_per_matrix
 from trainer.optim.pipeline import NS_DTYPES
+from trainer.optim.pipeline_memory import Passes
 from trainer.optim.plan import Plan, build_plan
 from trainer.optim.pricing import Price, price_plan
 from trainer.optim.setup import plan_groups
@@ -44,14 +47,7 @@ def plan_rank(config: RunConfig, specs: list[ParameterSpec], rank: int, gpu: GPU
     match config.optim:
         case MuonConfig():
             groups = plan_groups(config.optim, specs)
-            made, kernels = _plan_muon(config.optim, groups, gpu)
-            price = price_plan(
-                made,
-                groups,
-                kernels,
-                steps=config.optim.ns_steps,
-                coefficients=config.optim.ns_coefficients,
-            )
+            made, price = _plan_muon(config.optim, groups, gpu)
             return RankPlan(rank, specs, num_local, price.state_bytes, made, price)
         case DionConfig():
             adamw = sum(local_numel(s) for s in specs if group_of(s.name, s.shape) == "adamw")
@@ -62,25 +58,38 @@ def plan_rank(config: RunConfig, specs: list[ParameterSpec], rank: int, gpu: GPU
             return RankPlan(rank, specs, num_local, 4 * num_local * (config.optim.momentum > 0))
 
 
-def _plan_muon(
-    config: MuonConfig, groups: list[PlannedGroup], gpu: GPU
-) -> tuple[Plan, list[KernelChoice]]:
-    """Plan with the kernels of a GPU that is not here."""
+def _plan_muon(config: MuonConfig, groups: list[PlannedGroup], gpu: GPU) -> tuple[Plan, Price]:
+    """Plan and price with the kernels of a GPU that is not here."""
     machine = assumed_machine(CAPABILITIES[gpu.name])
     kernels: list[KernelChoice] = []
 
-    def choose(shape: tuple[int, int, int]) -> tuple[str, str]:
-        choice = choose_kernel(
+    def choose_kernel_of(shape: tuple[int, int, int]) -> KernelChoice:
+        return choose_kernel(
             config.kernel,
             shape=shape,
             dtype=NS_DTYPES[config.ns_dtype],
             device=torch.device("cuda"),
             machine=machine,
         )
-        kernels.append(choice)
-        return choice.name, choice.reason
+
+    def choose(shape: tuple[int, int, int]) -> tuple[str, str]:
+        kernels.append(choose_kernel_of(shape))
+        return kernels[-1].name, kernels[-1].reason
 
     options = PlanOptions(
         config.ns_dtype, config.replicate, config.max_stack_gib, config.split_gate_up
     )
-    return build_plan(groups, options, choose), kernels
+    plan = build_plan(groups, options, choose)
+    iteration: Any = {"steps": config.ns_steps, "coefficients": config.ns_coefficients}
+    match config.impl:
+        case "stacked":
+            passes = Passes(is_cautious=config.cautious_wd)
+            return plan, price_plan(plan, groups, kernels, **iteration, passes=passes)
+        case "per_matrix":
+            return plan, price_per_matrix(
+                groups,
+                choose_kernel_of,
+                ns_dtype=config.ns_dtype,
+                split_gate_up=config.split_gate_up,
+                **iteration,
+            )

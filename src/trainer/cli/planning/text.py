@@ -1,42 +1,40 @@
 """The report's lines: memory a rank, whether it fits, the routing table, the optimizer's price."""
 
+from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean
 
-from trainer.cli.planning.memory import (
-    GIB,
-    USABLE,
-    Shape,
-    StepMemory,
-    largest_micro_batch,
-    step_memory,
-)
+from trainer.cli.planning.activations import Shape
+from trainer.cli.planning.memory import GIB, USABLE, StepMemory, step_memory
 from trainer.cli.planning.ranks import RankPlan
 from trainer.config import RLConfig, RunConfig, SupervisedConfig
 from trainer.config.optim import OptimConfig
 from trainer.model.architecture import QwenConfig
-from trainer.optim.pricing import RATES, Price, predict_ms
+from trainer.model.attention import choose_attention
+from trainer.optim.pricing import Price
+from trainer.optim.rates import RATES, predict_ms
 from trainer.optim.table import routing_table
 from trainer.parallel.devices import GPU
 
 
 def memory_lines(
-    config: RunConfig, hf_config: QwenConfig, ranks: list[RankPlan], gpu: GPU
+    config: RunConfig, hf_config: QwenConfig, ranks: list[RankPlan], gpu: GPU, world_size: int
 ) -> list[str]:
     """Return the memory table over ranks, and what follows from it for a GPU."""
-    shape = _micro_batch(config)
+    shape = micro_batch_shape(config, world_size)
     memories = [_memory_of(hf_config, rank, shape) for rank in ranks]
     rows: list[tuple[str, Callable[[StepMemory], int]]] = [
         ("weights (fp32)", lambda m: m.weights),
-        ("gradients (fp32)", lambda m: m.gradients),
         ("optimizer state", lambda m: m.state),
-        ("gathered weights", lambda m: m.gathered),
-        ("unsharded gradients", lambda m: m.reduced),
-        ("activations", lambda m: m.activations),
-        ("logits of a chunk", lambda m: m.logits),
-        ("dispatch to experts", lambda m: m.dispatch),
-        ("optimizer temporaries", lambda m: m.optimizer),
+        ("gradients (fp32)", lambda m: m.worst.gradients),
+        ("gathered weights", lambda m: m.worst.gathered),
+        ("unsharded gradients", lambda m: m.worst.reduced),
+        ("activations", lambda m: m.worst.activations),
+        ("logits, dispatched rows", lambda m: m.worst.passing),
         ("peak, forward and backward", lambda m: m.model_peak),
+        ("gradients (fp32)", lambda m: m.gradients),
+        ("optimizer temporaries", lambda m: m.optimizer),
         ("peak, optimizer step", lambda m: m.optimizer_peak),
     ]
     recompute = "recomputed in the backward" if shape.is_checkpointed else "all kept"
@@ -48,19 +46,29 @@ def memory_lines(
     for name, of in rows:
         values = [of(memory) / GIB for memory in memories]
         lines.append(f"{name:28}{min(values):9.3f}{max(values):9.3f}{fmean(values):9.3f}")
-    fullest = max(memories, key=lambda memory: memory.model_peak)
-    return [*lines, *_fit_lines(hf_config, fullest, shape, gpu)]
+    fullest = max(memories, key=lambda memory: memory.peak)
+    lines.append(f"forward and backward peak in {fullest.worst.name}")
+    rank = ranks[memories.index(fullest)]
+    return [*lines, *_fit_lines(hf_config, rank, fullest, shape, gpu)]
 
 
-def _micro_batch(config: RunConfig) -> Shape:
+def micro_batch_shape(config: RunConfig, world_size: int) -> Shape:
+    """Return what a micro-batch of a run is on a GPU."""
     assert isinstance(config, SupervisedConfig | RLConfig), "every kind of run has packs"
+    packs = config.data.micro_batch_size
+    num_micro_batches = 2  # RL: how many packs rollouts fill is not known; more than one is safe
+    if isinstance(config, SupervisedConfig):
+        num_micro_batches = -(-config.data.batch_size // (world_size * packs))
     return Shape(
-        config.data.micro_batch_size,
+        packs,
         config.data.seq_len,
         compute_bytes={"float32": 4, "bfloat16": 2}[config.model.compute_dtype],
+        attention=choose_attention(config.model.attention, "cuda"),
         logits_chunk_tokens=config.model.logits_chunk_tokens,
         is_checkpointed=config.model.activation_checkpointing,
         keeps_gathered=not config.parallel.reshard_after_forward,
+        num_micro_batches=num_micro_batches,
+        is_dispatched=config.parallel.ep > 1,
     )
 
 
@@ -75,15 +83,20 @@ def _memory_of(hf_config: QwenConfig, rank: RankPlan, shape: Shape) -> StepMemor
     )
 
 
-def _fit_lines(hf_config: QwenConfig, memory: StepMemory, shape: Shape, gpu: GPU) -> list[str]:
+def _fit_lines(
+    hf_config: QwenConfig, rank: RankPlan, memory: StepMemory, shape: Shape, gpu: GPU
+) -> list[str]:
     capacity = gpu.memory_gib * USABLE * GIB
-    peak = max(memory.model_peak, memory.optimizer_peak)
-    verdict = "fits" if peak <= capacity else "does not fit"
+    verdict = "fits" if memory.peak <= capacity else "does not fit"
     lines = [
-        f"{verdict} {gpu.name.upper()}: {peak / GIB:.1f} of {gpu.memory_gib:.0f} GiB, of which "
-        f"{USABLE:.0%} are counted on"
+        f"{verdict} {gpu.name.upper()}: {memory.peak / GIB:.1f} of {gpu.memory_gib:.0f} GiB, of "
+        f"which {USABLE:.0%} are counted on"
     ]
-    largest = largest_micro_batch(hf_config, memory, shape, capacity)
+    largest = largest_fitting(
+        lambda num_packs: (
+            _memory_of(hf_config, rank, replace(shape, num_packs=num_packs)).peak <= capacity
+        )
+    )
     lines.append(
         f"largest data.micro_batch_size that fits: {largest}"
         if largest
@@ -91,6 +104,14 @@ def _fit_lines(hf_config: QwenConfig, memory: StepMemory, shape: Shape, gpu: GPU
         "(model.activation_checkpointing), or shorten data.seq_len"
     )
     return lines
+
+
+def largest_fitting(fits: Callable[[int], bool]) -> int:
+    """Return the largest number that fits, where all smaller ones do too; 0: none does."""
+    stop = 1
+    while fits(stop):
+        stop *= 2
+    return bisect_left(range(stop), True, key=lambda number: not (number == 0 or fits(number))) - 1
 
 
 def optimizer_lines(optim: OptimConfig, ranks: list[RankPlan], gpu: GPU) -> list[str]:
