@@ -28,6 +28,14 @@ def run_split(folder: str, corpus: str, split: dict) -> None:
     run_pretrain(pretrain_config(Path(folder), Path(corpus), parallel=parallel))
 
 
+def run_from(folder: str, corpus: str, split: dict, max_steps: int) -> None:
+    from trainer.loops.pretrain import run_pretrain
+
+    parallel = {"device": "cpu", **split}
+    changes = {"parallel": parallel, "max_steps": max_steps, "ckpt": {"resume": "latest"}}
+    run_pretrain(pretrain_config(Path(folder), Path(corpus), **changes))
+
+
 def run_without_a_shard(folder: str) -> str:
     """Train on shards that rank 1 lacks one of; return what this rank raises."""
     from trainer.errors import UserError
@@ -69,6 +77,18 @@ def test_losses_do_not_depend_on_the_ranks(corpus, single, tmp_path, split):
         for key in ("loss/mean", "loss/words", "loss/lines", "val/bits_per_byte"):
             # fp32 sums over other splits.
             assert line.get(key) == pytest.approx(reference.get(key), abs=1e-5), key
+
+
+def test_a_run_goes_on_at_other_numbers_of_ranks(corpus, single, tmp_path):
+    """Five packs a step are dealt unevenly to three ranks and to four."""
+    folder = str(tmp_path / "run")
+    run_ranks(3, run_from, folder, str(corpus), {"dp_shard": 3}, 1)
+    run_ranks(4, run_from, folder, str(corpus), {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 2)
+    run_ranks(1, run_from, folder, str(corpus), {}, 3)
+    for line, reference in zip(metrics_of(tmp_path / "run"), single, strict=True):
+        assert line["progress/num_tokens"] == reference["progress/num_tokens"]
+        for key in ("loss/mean", "loss/words", "loss/lines", "optim/grad_norm"):
+            assert line[key] == pytest.approx(reference[key], abs=1e-5), key
 
 
 def test_a_shard_that_one_rank_lacks_is_refused_by_all(corpus, tmp_path):

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.pretrain_configs import pretrain_config, write_corpus
 from tests.support.spawn import run_ranks
+from tests.support.texts import texts, write_jsonl_texts
+from trainer.config import PretrainConfig
 
 pytestmark = pytest.mark.distributed
 
@@ -27,6 +30,38 @@ def run_all(folder: str) -> None:
     run_pretrain(pretrain_config(parted, corpus, max_steps=2, **changes))
     resume = {"resume": "latest"}
     run_pretrain(pretrain_config(parted, corpus, max_steps=6, ckpt=resume, **changes))
+
+
+def run_to_the_end_of_the_data(folder: str) -> list[str]:
+    """Train until the data end; go on with more epochs; return what was raised the first time."""
+    from trainer.errors import EndOfDataError
+    from trainer.loops.pretrain import run_pretrain
+
+    corpus = Path(folder) / "words.jsonl"
+    if dist.get_rank() == 0:
+        write_jsonl_texts(corpus, texts(40, "words", 90))
+    dist.barrier()
+
+    def config(max_epochs: int, **changes: Any) -> PretrainConfig:
+        source = {"type": "files", "path": str(corpus), "max_epochs": max_epochs}
+        data = {"seq_len": 64, "batch_size": 5, "source": source}
+        run = Path(folder) / "ended"
+        return pretrain_config(run, Path(folder), data=data, val={}, **changes)
+
+    with pytest.raises(EndOfDataError) as raised:
+        run_pretrain(config(1, max_steps=100))
+    step = len(metrics_of(Path(folder) / "ended"))
+    run_pretrain(config(9, max_steps=step + 2, ckpt={"resume": "latest"}))
+    return [str(raised.value), str(step)]
+
+
+def test_where_the_data_end_the_state_is_saved_and_more_epochs_go_on(tmp_path):
+    (message, step), other = run_ranks(2, run_to_the_end_of_the_data, str(tmp_path), timeout_s=200)
+    assert [message, step] == other
+    assert f"raise max_epochs or give more text; the state after step {step} is saved" in message
+    assert int(step) > 0
+    steps = [line["step"] for line in metrics_of(tmp_path / "ended")]
+    assert steps == list(range(1, int(step) + 3))
 
 
 @pytest.fixture(scope="module")

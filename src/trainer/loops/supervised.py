@@ -10,7 +10,7 @@ from typing import Protocol
 from trainer.clock import Clock
 from trainer.config import SupervisedConfig
 from trainer.data import Pack, pack_fill
-from trainer.errors import Interrupted
+from trainer.errors import EndOfDataError, Interrupted
 from trainer.loops.due import is_due
 from trainer.loops.run import Run
 from trainer.parallel.watchdog import set_phase
@@ -52,6 +52,7 @@ def train(
         evaluate: Measures the model as it is, by metric name; called by all ranks together.
 
     Raises:
+        EndOfDataError: there are no more data; the state is saved.
         Interrupted: a signal asked for an end; the state is saved.
         RuntimeError: the run has diverged.
 
@@ -62,7 +63,7 @@ def train(
             clock = Clock(run.device)
             clock.mark("start")
             set_phase("data", is_timed=False)
-            packs = stream.next_packs(config.data.batch_size)
+            packs = _next_packs(run, config, stream)
             record = run.step(clock, run.micro_batches(packs, config.data), StepTotals.of(packs))
         fill = pack_fill(packs, config.data.seq_len)
         run.log(record, {"data/pack_fill": fill} | _data_counts(stream))
@@ -73,6 +74,18 @@ def train(
         run.save_if_due(stream.state_dict(), now=stopped_by is not None)
         if stopped_by is not None:
             raise Interrupted(stopped_by)
+
+
+def _next_packs(run: Run, config: SupervisedConfig, stream: PackStream) -> list[Pack]:
+    """Return a step's packs; where the data end, save what was trained before saying so."""
+    try:
+        return stream.next_packs(config.data.batch_size)
+    except EndOfDataError as error:
+        step = run.progress.step
+        if step == 0:
+            raise
+        run.save_if_due(stream.state_dict(), now=True)
+        raise EndOfDataError(f"{error}; the state after step {step} is saved") from None
 
 
 def _data_counts(stream: PackStream) -> dict[str, float]:

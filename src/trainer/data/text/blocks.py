@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from trainer.errors import UserError
 
@@ -179,12 +179,21 @@ def _row_text(line: bytes, column: str, path: Path, offset: int) -> str:
             "data.source.on_bad_row = 'skip'"
         ) from error
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
-        found = sorted(row) if isinstance(row, dict) else type(row).__name__
         raise UserError(
-            f"{path}: the row at byte {offset} has no text in {column!r} (found {found}): name the "
+            f"{path}: the row at byte {offset} has no text in {column!r} (found "
+            f"{_found(row, column)}): name the "
             "field that has it in data.source.column, or set data.source.on_bad_row = 'skip'"
         )
     return _encodable(row[column], path, offset)
+
+
+def _found(row: Any, column: str) -> str:
+    """Return what stands where text should."""
+    if not isinstance(row, dict):
+        return f"a {type(row).__name__}"
+    if column in row:
+        return f"a {type(row[column]).__name__} there"
+    return f"the fields {', '.join(row)}"
 
 
 def _encodable(text: str, path: Path, offset: int) -> str:

@@ -3,13 +3,17 @@ import json
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.texts import texts, write_jsonl_texts
 from trainer.config.pretrain import TextFilesSource
 from trainer.data.shards import writer
 from trainer.data.shards.job import TokenizeRequest
 from trainer.data.shards.manifest import MANIFEST, checksum, read_manifest, tokens_path
+from trainer.data.shards.reader import TokenPages
 from trainer.data.shards.writer import tokenize
+from trainer.data.text.pages import Shuffle
 from trainer.errors import UserError
 
 
@@ -111,6 +115,22 @@ def test_a_folder_of_something_else_is_refused(request_, tmp_path):
     (other / "letter.txt").touch()
     with pytest.raises(UserError, match=r"DST='.*other' is not empty and holds no token shards"):
         tokenize(TokenizeRequest(request_.source, other, None, 1, 1), lambda line: None)
+
+
+@pytest.mark.parametrize(("num_ids", "dtype"), [(1 << 16, "<u2"), ((1 << 16) + 1, "<u4")])
+def test_ids_keep_their_value_however_many_there_are(tmp_path, num_ids, dtype):
+    words = {f"w{i}": i for i in range(num_ids - 1)} | {"<eos>": num_ids - 1}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    write_jsonl_texts(tmp_path / "a.jsonl", [f"w{num_ids - 2} w1"])
+    source = TextFilesSource(path=str(tmp_path / "a.jsonl"))
+    request = TokenizeRequest(source, tmp_path / "out", str(tmp_path / "tokenizer"), 1, 1)
+    manifest = tokenize(request, lambda line: None)
+    assert manifest.dtype == dtype
+    (document,) = TokenPages(request.folder, manifest, Shuffle(None)).page(0, (0,)).documents
+    assert document.tolist() == [num_ids - 2, 1, num_ids - 1]
 
 
 def test_the_tokenizer_lies_beside_the_shards(request_):

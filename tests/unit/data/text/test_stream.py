@@ -15,7 +15,7 @@ from trainer.data.packing import deal
 from trainer.data.shards.job import TokenizeRequest
 from trainer.data.shards.writer import tokenize
 from trainer.data.text import hub
-from trainer.errors import UserError
+from trainer.errors import EndOfDataError, UserError
 
 END = 258
 
@@ -143,6 +143,20 @@ def test_a_source_that_ends_leaves_the_mix_to_the_others(mix):
     packs = stream.next_packs(70)
     assert Counter(pack.documents[0].source for pack in packs) == {0: 50, 2: 20}
     assert stream.epochs[1] == 2
+
+
+def test_where_all_sources_end_is_told_and_the_position_is_that_of_the_last_batch(mix):
+    for part in mix["sources"]:
+        part["max_epochs"] = 1
+    for prefetch in (False, True):
+        stream = pretrain_data(mix, prefetch=prefetch).train
+        message = r"max_epochs times, after \d+ packs: lower max_steps"
+        with pytest.raises(EndOfDataError, match=message):
+            list(map(stream.next_packs, [4] * 100))
+        state = stream.state_dict()
+        resumed = pretrain_data(mix, prefetch=prefetch).train
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
 
 
 def test_a_source_that_ended_goes_on_when_a_resumed_run_allows_more_epochs(mix):
