@@ -9,6 +9,7 @@ dtype), the update the third. `mu`, `decay` and `step_size` are arguments: a sch
 nothing. Beside products a pass runs on a few programs that take all of its work in turn.
 """
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -21,7 +22,11 @@ from trainer.optim.kernels.launches import record_launch
 _TILE = 8192
 """Elements that a program takes at a time."""
 
-_NUM_BLOCKS = 16
+_MAX_STAGES = 7
+_RESERVED_BYTES = 8192
+"""Of a multiprocessor's shared memory, for what a pass keeps besides tiles."""
+
+_NUM_BLOCKS = 32
 """Tiles a part, which a program takes at a time: finding a part costs several loads one after the
 other, and the second pass adds up a matrix's partial results anew for each part."""
 
@@ -76,6 +81,7 @@ def _momentum_kernel(
     num_work,
     NESTEROV: tl.constexpr,
     OF_SQUARES: tl.constexpr,
+    STAGES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -91,6 +97,7 @@ def _momentum_kernel(
             work,
             NESTEROV,
             OF_SQUARES,
+            STAGES,
             NUM_BLOCKS,
             TILE,
         )
@@ -107,6 +114,7 @@ def _momentum_part(
     work,
     NESTEROV: tl.constexpr,
     OF_SQUARES: tl.constexpr,
+    STAGES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -116,7 +124,7 @@ def _momentum_part(
     has_gradient = _address(table_ptr, matrix, 0) != 0
     is_open = _is_open(table_ptr, matrix)
     total = tl.zeros((TILE,), dtype=tl.float64 if OF_SQUARES else tl.float32)
-    for block in range(NUM_BLOCKS):
+    for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
         offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
         inside = offsets < num_elements
         m = tl.load(m_ptr + offsets, mask=inside, other=0.0)
@@ -158,6 +166,7 @@ def _normalize_kernel(
     NUM_PARTS: tl.constexpr,
     MAX_EXPONENT: tl.constexpr,
     NESTEROV: tl.constexpr,
+    STAGES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -175,6 +184,7 @@ def _normalize_kernel(
             NUM_PARTS,
             MAX_EXPONENT,
             NESTEROV,
+            STAGES,
             NUM_BLOCKS,
             TILE,
         )
@@ -193,6 +203,7 @@ def _normalize_part(
     NUM_PARTS: tl.constexpr,
     MAX_EXPONENT: tl.constexpr,
     NESTEROV: tl.constexpr,
+    STAGES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -211,7 +222,7 @@ def _normalize_part(
     mantissa = ((bits & 0xFFFFFFFFFFFFF) | (1023 << 52)).to(tl.float64, bitcast=True)
     rest = mantissa.to(tl.float32) * _power_of_two(exponent - shift)
     y_ptr = out_ptr + matrix * num_elements
-    for block in range(NUM_BLOCKS):
+    for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
         offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
         inside = offsets < num_elements
         u = _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV)
@@ -234,6 +245,7 @@ def _message_kernel(
     MAX_EXPONENT: tl.constexpr,
     ZERO_EXPONENT: tl.constexpr,
     NESTEROV: tl.constexpr,
+    STAGES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -254,6 +266,7 @@ def _message_kernel(
             MAX_EXPONENT,
             ZERO_EXPONENT,
             NESTEROV,
+            STAGES,
             NUM_BLOCKS,
             TILE,
         )
@@ -275,6 +288,7 @@ def _message_part(
     MAX_EXPONENT: tl.constexpr,
     ZERO_EXPONENT: tl.constexpr,
     NESTEROV: tl.constexpr,
+    STAGES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -291,7 +305,7 @@ def _message_part(
     shift = -tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT)
     factor = _power_of_two(shift)
     y_ptr = out_ptr + matrix * row_stride
-    for block in range(NUM_BLOCKS):
+    for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
         offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
         inside = offsets < num_elements
         u = _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV)
@@ -311,6 +325,7 @@ def _update_kernel(
     step_size,
     num_parts,
     num_work,
+    STAGES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -321,7 +336,7 @@ def _update_kernel(
         if _is_open(table_ptr, matrix):
             w_ptr = _matrix_ptr(table_ptr, matrix, 2)
             o_ptr = update_ptr + matrix * num_elements
-            for block in range(NUM_BLOCKS):
+            for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
                 offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
                 inside = offsets < num_elements
                 update = tl.load(o_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -337,6 +352,23 @@ def _grid(num_work: int, is_beside: bool) -> tuple[int]:
 def _options(is_beside: bool) -> dict[str, int | bool]:
     # Without fused multiply-adds each product is rounded, as in passes.py.
     return {"num_warps": _WARPS_BESIDE if is_beside else _WARPS, "enable_fp_fusion": False}
+
+
+@lru_cache
+def _num_stages(device: torch.device, read_bytes: int) -> int:
+    """Return how many tiles of a pass are under way at a time.
+
+    Loads go ahead into shared memory, which keeps several times as much in flight as registers
+    would, so that a few multiprocessors move what the whole card need not.
+
+    Args:
+        device: CUDA, or a CPU under Triton's interpreter, which has no stages.
+        read_bytes: What the pass reads an element.
+    """
+    if device.type != "cuda":
+        return 1
+    available = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return min(_MAX_STAGES, 1 + (available - _RESERVED_BYTES) // (read_bytes * _TILE))
 
 
 def launch_momentum(
@@ -373,6 +405,7 @@ def launch_momentum(
         kept_BP.numel(),
         NESTEROV=nesterov,
         OF_SQUARES=keep == "squares",
+        STAGES=_num_stages(table_B4.device, 4 + 4),
         NUM_BLOCKS=_NUM_BLOCKS,
         TILE=_TILE,
         **_options(is_beside),
@@ -412,6 +445,7 @@ def launch_normalize(
         NUM_PARTS=triton.next_power_of_2(num_parts),
         MAX_EXPONENT=_MAX_EXPONENT,
         NESTEROV=nesterov,
+        STAGES=_num_stages(table_B4.device, 4 + 4 * nesterov),
         NUM_BLOCKS=_NUM_BLOCKS,
         TILE=_TILE,
         **_options(is_beside),
@@ -455,6 +489,7 @@ def launch_message(
         MAX_EXPONENT=_MAX_EXPONENT,
         ZERO_EXPONENT=_ZERO_EXPONENT,
         NESTEROV=nesterov,
+        STAGES=_num_stages(table_B4.device, 4 + 4 * nesterov),
         NUM_BLOCKS=_NUM_BLOCKS,
         TILE=_TILE,
         **_options(is_beside),
@@ -490,6 +525,7 @@ def launch_update(
         step_size,
         num_parts,
         num_work,
+        STAGES=_num_stages(table_B4.device, 4 + update_BMN.element_size()),
         NUM_BLOCKS=_NUM_BLOCKS,
         TILE=_TILE,
         **_options(is_beside),
