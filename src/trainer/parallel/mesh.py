@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
+from trainer.seat import read_seat
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
@@ -68,7 +69,8 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
     """Build the mesh over all ranks, with axes `dp_replicate`, `dp_shard_mod_ep`, `ep`.
 
     Every axis exists, of size 1 where nothing is split, so one code path serves any number of
-    ranks. Without a process group (a script on a laptop) a group of one rank is started.
+    ranks. In a script that has started no process group, one is: of the ranks that torchrun
+    started, or of this process alone.
 
     Args:
         config: The `parallel` section.
@@ -81,7 +83,7 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
         runs one all-reduce in each, always in the same order.
     """
     if not dist.is_initialized():
-        _start_one_rank(device_type)
+        _start_group(config, device_type)
     sizes = resolve_sizes(config, dist.get_world_size())
     mesh = init_device_mesh(
         device_type,
@@ -130,12 +132,22 @@ def _warm_up(groups: list[dist.ProcessGroup], device_type: str) -> None:
         dist.all_reduce(torch.zeros(1, device=device_type), group=group)
 
 
-def _start_one_rank(device_type: str) -> None:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != 1:
+def _start_group(config: ParallelConfig, device_type: str) -> None:
+    """Start the process group of a script, as `world.init_world` does for a run."""
+    seat = read_seat()
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if str(seat.size) != world_size:
         raise RuntimeError(
-            f"WORLD_SIZE={world_size} but there is no process group: "
-            "call trainer.parallel.world.init_world first"
+            f"WORLD_SIZE={world_size} but there is no RANK: start the script with torchrun, or "
+            "unset WORLD_SIZE"
         )
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = None if seat.size > 1 else dist.HashStore()
+    if device_type == "cuda":
+        torch.cuda.set_device(seat.local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        store=store,
+        rank=seat.rank,
+        world_size=seat.size,
+        timeout=timedelta(seconds=config.timeout_s),
+    )

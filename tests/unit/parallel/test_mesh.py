@@ -59,5 +59,5 @@ def test_every_axis_exists_on_one_rank_and_no_group_is_made_twice() -> None:
 def test_a_mesh_of_many_ranks_needs_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match="WORLD_SIZE=2 but there is no process group"):
+    with pytest.raises(RuntimeError, match="WORLD_SIZE=2 but there is no RANK"):
         build_mesh(ParallelConfig(), "cpu")
