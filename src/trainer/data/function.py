@@ -4,6 +4,8 @@ Owns what such a function must return, checked where it is opened: a finite sequ
 same row for the same index. What a row may hold is `rows.py`'s. `sources.py` opens these.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +13,9 @@ from trainer.config.data import FunctionSource
 from trainer.data.rows import BadRow
 from trainer.errors import UserError
 from trainer.user_function import check_arguments, load_function
+
+NUM_COMPARED = 16
+"""Rows that a fingerprint reads, evenly spread."""
 
 
 @runtime_checkable
@@ -68,9 +73,19 @@ class FunctionRows:
         """Return the function and the index, from 0."""
         return f"{self._path}[{index}]"
 
+    def fingerprint(self) -> str:
+        """Return what tells these rows from others, or from the same in another order."""
+        hashed = hashlib.blake2b(digest_size=16)
+        for index in range(0, len(self), max(1, len(self) // NUM_COMPARED)):
+            try:
+                hashed.update(_digest(self[index]))
+            except BadRow as error:
+                hashed.update(error.reason.encode())
+        return hashed.hexdigest()
+
     def _check_determinism(self, field: str) -> None:
         try:
-            first, again = repr(self[0]), repr(self[0])
+            first, again = _digest(self[0]), _digest(self[0])
         except BadRow:
             return  # `on_bad_row` decides what becomes of it.
         if first != again:
@@ -79,6 +94,12 @@ class FunctionRows:
                 "resumed run or another rank would see other rows: make a row depend on its index "
                 "alone (seed random numbers with it)"
             )
+
+
+def _digest(row: Mapping[str, Any]) -> bytes:
+    """Return a hash of a row; of values that JSON lacks only their type tells."""
+    text = json.dumps(list(row.items()), default=lambda value: type(value).__name__)
+    return hashlib.blake2b(text.encode()).digest()
 
 
 def _checked(rows: Any, name: str) -> Indexable:

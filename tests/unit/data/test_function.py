@@ -102,6 +102,15 @@ def test_a_row_that_is_none_is_a_bad_row(open_function):
         opened[3]
 
 
+def test_values_that_json_lacks_are_no_chance(open_function):
+    class Objects(OnTheFly):
+        def __getitem__(self, index):
+            return {**super().__getitem__(index), "tests": object()}
+
+    assert open_function(Objects).fingerprint() == open_function(Objects).fingerprint()
+    assert open_function(lambda: ROWS).fingerprint() != open_function(lambda: ROWS[::-1])
+
+
 def test_functions_may_be_mixed(open_function):
     open_function(lambda: ROWS)
     part = FunctionSource(path="rows_of_this_test:rows")

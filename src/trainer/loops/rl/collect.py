@@ -190,7 +190,7 @@ class Collector:
         num_prompts: int,
         first: int,
     ) -> list[tuple[Rollout, ...]]:
-        prompts = stream.next_prompts(num_prompts)
+        prompts = self._ranks.together(lambda: stream.next_prompts(num_prompts))
         num_samples = self._config.rollout.num_samples
         return self.complete(
             prompts, num_samples, self._sampling, round_number, first, before_batch

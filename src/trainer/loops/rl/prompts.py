@@ -1,34 +1,28 @@
 """Prompts: from the rows of `env.source` to token ids, in one global order; held-out ones apart.
 
-Owns what a row of prompts may look like and the policies for rows that cannot be used. Sources,
-their order and chat templates are `trainer.data`'s; completions are scored in `collect.py`.
+Owns the policies for rows that cannot be used, and the order. Rows are `prompt_rows.py`'s, chat
+templates `trainer.data`'s; completions are scored in `collect.py`.
 """
 
-import datetime
 import logging
-import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from trainer.config import RLConfig
-from trainer.config.data import DataConfig, Source
-from trainer.config.rl import ExactMatchReward, MathVerifyReward
+from trainer.config.data import DataConfig
 from trainer.data.encode import SampleEncoder
+from trainer.data.function import FunctionRows
 from trainer.data.order import RowOrder
-from trainer.data.reasoning_gym import ReasoningGymRows
 from trainer.data.rows import BadRow, ChatRow, Row, parse_row, question_key, question_text
-from trainer.data.sources import Rows, SplitRows, open_sources, single_sources
+from trainer.data.sources import Rows, SplitRows, single_sources
 from trainer.errors import UserError
+from trainer.loops.rl.prompt_rows import SCORE_TASK, open_prompt_rows, with_answer
 
 logger = logging.getLogger(__name__)
-
-SCORE_TASK = "score_task"
-"""Key under which a task's row carries the task's own scoring."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,35 +46,6 @@ class Prompt:
     where: str
     score_task: Callable[[str | None], float] | None
     key: bytes
-
-
-class TaskRows:
-    """Items of a reasoning-gym task that carry the task's scoring.
-
-    Args:
-        rows: Of the task.
-        needs_answers: Whether a reward compares with the reference answer. Without one, items that
-            the task can score and gives no answer to are prompts too.
-    """
-
-    def __init__(self, rows: ReasoningGymRows, *, needs_answers: bool) -> None:
-        self._rows = rows
-        self._needs_answers = needs_answers
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        item = self._rows.item(index)
-        score = partial(self._rows.task.score_answer, entry=item)
-        scored = {"metadata": item["metadata"], SCORE_TASK: score}
-        if item["answer"] is None and not self._needs_answers:
-            return {"messages": self._rows.question(item), "answer": "", **scored}
-        return {**self._rows[index], **scored}
-
-    def where(self, index: int) -> str:
-        """Return task, seed and item."""
-        return self._rows.where(index)
 
 
 class PromptReader:
@@ -162,6 +127,8 @@ class PromptStream:
         reader: Rows to prompts.
         seed: Of the shuffle.
         shuffle: False: as the rows lie.
+        fingerprints: Of the sources that a function makes, by their place: what a position in them
+            is worth nothing without.
     """
 
     def __init__(
@@ -172,9 +139,11 @@ class PromptStream:
         *,
         seed: int,
         shuffle: bool,
+        fingerprints: Mapping[str, str],
     ) -> None:
         self._sources = sources
         self._reader = reader
+        self._fingerprints = dict(fingerprints)
         self._order = RowOrder([len(rows) for rows in sources], weights, seed, shuffle)
 
     def next_prompts(self, num_prompts: int) -> list[Prompt]:
@@ -187,11 +156,22 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last prompt taken, as JSON."""
-        return self._order.state_dict()
+        return {**self._order.state_dict(), "fingerprints": self._fingerprints}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position."""
-        self._order.load_state_dict(state)
+        """Continue from a position.
+
+        Raises:
+            UserError: a function makes other rows than when the position was taken.
+        """
+        position = dict(state)
+        if position.pop("fingerprints", {}) != self._fingerprints:
+            raise UserError(
+                "env.source: its function makes other rows, or in another order, than when the "
+                "checkpoint was written, so that the position in them means nothing: make them "
+                "depend on params alone (sort what comes from a set), or start a new run"
+            )
+        self._order.load_state_dict(position)
 
     def _next(self, source: int) -> Prompt:
         rows = self._sources[source]
@@ -225,7 +205,13 @@ def setup_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerFast) -> Promp
         UserError: a source is missing or empty, or a held-out row is bad.
     """
     encoder = SampleEncoder(tokenizer, tokenization(config))
-    train, validation = _split(config)
+    opened = open_prompt_rows(config.env.source, "env.source", config)
+    fingerprints = {
+        str(place): rows.fingerprint()
+        for place, rows in enumerate(opened)
+        if isinstance(rows, FunctionRows)
+    }
+    train, validation = _split(opened, config)
     reader = PromptReader(config, encoder)
     held_out = _read_distinct(validation, reader)
     stream = PromptStream(
@@ -234,6 +220,7 @@ def setup_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerFast) -> Promp
         PromptReader(config, encoder, frozenset(held_out)),
         seed=config.seed,
         shuffle=config.env.shuffle,
+        fingerprints=fingerprints,
     )
     evaluated = tuple(held_out.values())[: config.val.num_prompts]
     num_train = sum(len(rows) for rows in train)
@@ -255,66 +242,14 @@ def tokenization(config: RLConfig) -> DataConfig:
     )
 
 
-def with_answer(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row in which the reference answer is the last assistant turn or the completion.
-
-    Args:
-        raw: `messages`, `prompt` (text or turns) or `question` (text of one user turn), with
-            `answer`; or a row of supervised data, whose last answer is the reference.
-
-    Raises:
-        BadRow: there is no reference answer.
-    """
-    row = {name: value for name, value in raw.items() if value is not None and name != SCORE_TASK}
-    answer = reference_text(row.pop("answer")) if "answer" in row else None
-    if isinstance(row.get("messages"), str):
-        raise BadRow("messages", "messages is text: give a list of turns, or the text as 'prompt'")
-    if "question" in row and "messages" not in row and "prompt" not in row:
-        row["prompt"] = [{"role": "user", "content": row.pop("question")}]
-    if answer is None:
-        if "messages" not in row and "completion" not in row:
-            raise BadRow("no_answer", "the row has no reference answer: give it an 'answer'")
-        return row
-    if "messages" in row:
-        row["prompt"] = row.pop("messages")
-    is_text = isinstance(row.get("prompt"), str)
-    turn = [{"role": "assistant", "content": answer}]
-    return row | {"completion": answer if is_text else turn}
-
-
-def reference_text(answer: Any) -> str:
-    """Return the reference answer that a row gives, as text.
-
-    Raises:
-        BadRow: it is no one value, so that nothing could be compared with its text.
-    """
-    if not isinstance(answer, str | numbers.Number | datetime.date | datetime.time):
-        raise BadRow(
-            "answer",
-            f"answer is a {type(answer).__name__}: give text or a number (what else a reward needs "
-            "may stand in a field of another name, and reaches it as sample.row)",
-        )
-    text = str(answer)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRow(
-            "not_unicode", f"answer={text!r} holds half a surrogate pair: mend the escape"
-        ) from error
-    return text
-
-
-def _split(config: RLConfig) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
+def _split(opened: tuple[Rows, ...], config: RLConfig) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
     """Return the sources of training and of held-out prompts."""
-    rewards = config.env.rewards
-    needs_answers = any(isinstance(r, ExactMatchReward | MathVerifyReward) for r in rewards)
-    train = _open(config.env.source, "env.source", needs_answers)
     if config.val.source is not None:
-        return train, _open(config.val.source, "val.source", needs_answers)
+        return opened, open_prompt_rows(config.val.source, "val.source", config)
     if config.val.fraction == 0:
-        return train, ()
+        return opened, ()
     kept, held_out = [], []
-    for rows in train:
+    for rows in opened:
         num = max(1, round(config.val.fraction * len(rows)))
         if num >= len(rows):
             raise UserError(
@@ -324,13 +259,6 @@ def _split(config: RLConfig) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
         held_out.append(SplitRows(rows, 0, num))
         kept.append(SplitRows(rows, num, len(rows)))
     return tuple(kept), tuple(held_out)
-
-
-def _open(source: Source, field: str, needs_answers: bool) -> tuple[Rows, ...]:
-    return tuple(
-        TaskRows(rows, needs_answers=needs_answers) if isinstance(rows, ReasoningGymRows) else rows
-        for rows in open_sources(source, field)
-    )
 
 
 def _read_distinct(sources: Sequence[Rows], reader: PromptReader) -> dict[bytes, Prompt]:

@@ -1,6 +1,8 @@
 """Prompts: rows in several forms, held-out ones apart, a position that continues."""
 
-import datetime
+import json
+import sys
+import types
 
 import pytest
 
@@ -8,7 +10,8 @@ from tests.support.rl_configs import prompts_file, rl_config
 from trainer.data import build_byte_tokenizer
 from trainer.data.rows import BadRow
 from trainer.errors import UserError
-from trainer.loops.rl.prompts import reference_text, setup_prompts, with_answer
+from trainer.loops.rl.prompt_rows import with_answer
+from trainer.loops.rl.prompts import setup_prompts
 
 TOKENIZER = build_byte_tokenizer()
 EXACT = {"rewards": [{"type": "exact_match"}]}
@@ -100,14 +103,6 @@ def test_a_row_that_no_one_could_answer_or_score_is_refused(row, message, tmp_pa
         setup_prompts(file_config(tmp_path, [row]), TOKENIZER).train.next_prompts(1)
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [(4, "4"), (True, "True"), (1.5, "1.5"), (datetime.date(2026, 1, 2), "2026-01-02"), ("", "")],
-)
-def test_a_reference_is_text_or_one_value(answer, text):
-    assert reference_text(answer) == text
-
-
 def test_a_prompt_that_leaves_no_room_is_refused_or_dropped(tmp_path):
     rows = [{"question": "a" * 60, "answer": "1"}, {"question": "b", "answer": "1"}]
     message = r"prompts\.jsonl:1: a prompt of \d+ tokens.*rollout\.max_new_tokens=6 .*seq_len=64"
@@ -194,6 +189,24 @@ def test_a_function_gives_prompts(tmp_path, monkeypatch):
     for prompt in trained:
         assert prompt.where == f"additions_of_this_test:additions[{prompt.row['level']}]"
         assert prompt.reference == str(prompt.row["level"] + 1)
+
+
+def test_a_function_that_makes_other_rows_on_resume_is_refused(tmp_path, monkeypatch):
+    module = types.ModuleType("questions_of_this_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rows = [{"question": f"{i}+1", "answer": i + 1} for i in range(9)]
+    source = {"type": "function", "path": "questions_of_this_test:questions"}
+    config = rl_config(tmp_path, env=EXACT | {"source": source}, **NO_VAL)
+    module.questions = lambda: rows
+    first = setup_prompts(config, TOKENIZER).train
+    first.next_prompts(3)
+    position = json.loads(json.dumps(first.state_dict()))
+    again = setup_prompts(config, TOKENIZER).train
+    again.load_state_dict(position)
+    assert [p.where for p in again.next_prompts(9)] == [p.where for p in first.next_prompts(9)]
+    module.questions = lambda: rows[::-1]
+    with pytest.raises(UserError, match="its function makes other rows, or in another order"):
+        setup_prompts(config, TOKENIZER).train.load_state_dict(position)
 
 
 def test_a_mix_keeps_its_proportions(tmp_path):
