@@ -29,6 +29,8 @@ Temperature = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-6)]
 RatioBound = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=0, le=1e30)]
 """In fp32; the largest is as good as none."""
 
+TAKEN_NAMES = {"mean", "std", "errors"}
+"""What is logged under `reward/` beside the rewards' own scores."""
 PASS_SCORE = 0.99
 """A sample passes with this score or more; shaped scores below it are no passes."""
 
@@ -152,6 +154,11 @@ class EnvConfig(Section):
             if names.count(name) > 1:
                 raise ValueError(
                     f"rewards: {names.count(name)} are named {name!r}; name them apart"
+                )
+            if name in TAKEN_NAMES or not name:
+                raise ValueError(
+                    f"rewards: one is named {name!r}, and reward/{name} is a metric of all of them "
+                    "together; give it another name"
                 )
         if self.pass_reward is not None and self.pass_reward not in names:
             raise ValueError(

@@ -86,6 +86,14 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, flags, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "fields", ['type = "task"\nname = "std"', 'type = "function"\npath = "mine:mean"']
+)
+def test_a_reward_whose_metric_is_taken_is_refused(tmp_path, fields):
+    with pytest.raises(UserError, match=r"is a metric of all of them together; give it another"):
+        load(tmp_path, text=BASE + f"[[env.rewards]]\n{fields}\n")
+
+
 def test_rewards_of_one_name_are_refused(tmp_path):
     text = BASE + '[[env.rewards]]\ntype = "task"\n[[env.rewards]]\ntype = "task"\n'
     with pytest.raises(UserError, match="2 are named 'task'"):
