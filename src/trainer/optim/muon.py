@@ -34,7 +34,7 @@ from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.kernels.select import KernelChoice
 from trainer.optim.newton_schulz import newton_schulz, orthogonalize_normalized_
 from trainer.optim.options import MuonOptions, plan_with_kernels
-from trainer.optim.per_matrix import per_matrix_update_
+from trainer.optim.per_matrix import PerMatrixStep
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
 from trainer.optim.pipeline_memory import Passes
 from trainer.optim.plan import PlannedGroup
@@ -156,6 +156,13 @@ class Muon(torch.optim.Optimizer):
             self._orthogonalize_bucket,
             SideStream(self._device),
         )
+        self._per_matrix = PerMatrixStep(
+            self._specs,
+            self._meshes,
+            self._timer,
+            partial(self._newton_schulz, kernel=self._options.kernel),
+            split_gate_up=self._options.split_gate_up,
+        )
 
     def _plan_step(self, groups: list[NamedGroup]) -> None:
         named = [pair for group in groups for pair in group.named_parameters]
@@ -216,7 +223,7 @@ class Muon(torch.optim.Optimizer):
         if self._options.impl == "stacked" and self.plan.slots:
             self._stacked.run(inputs, partial(self._adamw_step, gates))
         else:
-            self._per_matrix_step(inputs)
+            self._per_matrix.run(inputs)
             self._adamw_step(gates)
         self._presence.wait()
         self._end_stats(stats)
@@ -253,23 +260,6 @@ class Muon(torch.optim.Optimizer):
             dtype=NS_DTYPES[self._options.ns_dtype],
             kernel=kernel,
         )
-
-    def _per_matrix_step(self, inputs: StepInputs) -> None:
-        index = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if group["algorithm"] == "muon":
-                    per_matrix_update_(
-                        self._specs[index],
-                        parameter,
-                        inputs.momenta[index],
-                        group,
-                        inputs.gates[index],
-                        self._meshes,
-                        partial(self._newton_schulz, kernel=self._options.kernel),
-                        split_gate_up=self._options.split_gate_up,
-                    )
-                index += 1
 
     def _adamw_step(self, gates: list[Tensor | None]) -> None:
         gate_of = dict(zip(self._parameters, gates, strict=True))

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from trainer.errors import UserError
+from trainer.optim.bucketing import is_gate_up
 from trainer.optim.coefficients import CoefficientTable, resolve_coefficients
 from trainer.optim.kernels.select import KernelChoice, choose_kernel
 from trainer.optim.pipeline import NS_DTYPES
@@ -68,6 +69,7 @@ def plan_with_kernels(
         UserError: a parameter or a kernel asked for is not possible.
     """
     check_options(options)
+    _check_split(groups, options)
     choices: list[KernelChoice] = []
 
     def choose(shape: tuple[int, int, int]) -> tuple[str, str]:
@@ -82,3 +84,12 @@ def plan_with_kernels(
         options.ns_dtype, options.replicate, options.max_stack_gib, options.split_gate_up
     )
     return build_plan(groups, plan_options, choose), choices
+
+
+def _check_split(groups: list[PlannedGroup], options: MuonOptions) -> None:
+    names = [s.name for g in groups if g.algorithm == "muon" for s in g.parameters]
+    if options.split_gate_up and not any(map(is_gate_up, names)):
+        raise UserError(
+            "optim.split_gate_up=true: no parameter is a fused gate and up projection of experts "
+            "(a name that ends in experts.gate_up_proj); set optim.split_gate_up=false"
+        )

@@ -13,57 +13,89 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.optim.bucketing import is_gate_up, lr_scale
+from trainer.optim.flight import StepInputs
 from trainer.optim.layout import local_slices
 from trainer.optim.passes import apply_updates_, directions, update_momentum_
 from trainer.optim.spec import MeshSpec, ParameterSpec
 from trainer.optim.state import as_matrices, local
+from trainer.optim.timing import PhaseTimer
 
 
-def per_matrix_update_(
-    spec: ParameterSpec,
-    parameter: Tensor,
-    momentum: Tensor,
-    group: dict[str, Any],
-    gate: Tensor | None,
-    meshes: dict[MeshSpec, DeviceMesh],
-    orthogonalize: Callable[[Tensor], Tensor],
-    *,
-    split_gate_up: bool,
-) -> None:
-    """Update momentum and weight of one parameter.
+class PerMatrixStep:
+    """Updates one parameter after another, each by every rank that holds a part of it."""
 
-    Args:
-        spec: The parameter's description.
-        parameter: The parameter, with or without a gradient.
-        momentum: Its momentum.
-        group: Its param group.
-        gate: 0-d bool that lets the update through; None: open.
-        meshes: The mesh of each description.
-        orthogonalize: From matrices [B, M, N] in float32 to their orthogonalization.
-        split_gate_up: Orthogonalize gate and up each on their own.
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        meshes: dict[MeshSpec, DeviceMesh],
+        timer: PhaseTimer,
+        orthogonalize: Callable[[Tensor], Tensor],
+        *,
+        split_gate_up: bool,
+    ) -> None:
+        """Keep what steps have in common.
 
-    Collective: one all-reduce over each mesh axis that shards the parameter; all ranks of its mesh.
-    """
-    m, gradient = local(momentum), None
-    if parameter.grad is not None:
-        gradient = local(parameter.grad)
-    update_momentum_([m], [gradient], [gate], group["mu"])
-    u = next(directions([m], [gradient], group["mu"], nesterov=group["nesterov"]))
-    whole = _gather(u, spec, meshes)
-    matrices_BMN = as_matrices(whole, flatten=group["flatten"])
-    num_blocks = 2 if split_gate_up and is_gate_up(spec.name) else 1
-    blocks = matrices_BMN.chunk(num_blocks, dim=1)
-    updates = [orthogonalize(block) for block in blocks]
-    update = torch.cat(updates, dim=1).reshape(spec.shape)
-    scale = lr_scale(blocks[0].shape[1], blocks[0].shape[2], group["adjust_lr"])
-    apply_updates_(
-        [local(parameter)],
-        [_shard(update, local_slices(spec))],
-        [gate],
-        step_size=float(group["lr"]) * scale,
-        decay=float(group["lr"]) * float(group["weight_decay"]),
-        cautious=group["cautious_wd"],
-    )
+        Args:
+            specs: Of all parameters, as `StepInputs` counts them.
+            meshes: The mesh of each description.
+            timer: Gets the phases; nothing overlaps, so all of the exchange is exposed.
+            orthogonalize: From matrices [B, M, N] in float32 to their orthogonalization.
+            split_gate_up: Orthogonalize gate and up each on their own.
+        """
+        self._specs, self._meshes, self._timer = specs, meshes, timer
+        self._orthogonalize, self._split_gate_up = orthogonalize, split_gate_up
+
+    def run(self, inputs: StepInputs) -> None:
+        """Update momentum and weights of all parameters in Muon's groups.
+
+        Collective: for each, one all-reduce over each mesh axis that shards it, in order; all ranks
+        of its mesh.
+        """
+        index = 0
+        for number, group in enumerate(inputs.groups):
+            for _ in group["params"]:
+                if group["algorithm"] == "muon":
+                    self._update_parameter_(index, number, inputs)
+                index += 1
+
+    def _update_parameter_(self, index: int, group_number: int, inputs: StepInputs) -> None:
+        spec, parameter = self._specs[index], inputs.parameters[index]
+        group, gate = inputs.groups[group_number], inputs.gates[index]
+        m = local(inputs.momenta[index])
+        gradient = None if parameter.grad is None else local(parameter.grad)
+        with self._timer.measure("momentum"):
+            update_momentum_([m], [gradient], [gate], group["mu"])
+            u = next(directions([m], [gradient], group["mu"], nesterov=group["nesterov"]))
+        start = self._timer.mark()
+        whole = _gather(u, spec, self._meshes)
+        stop = self._timer.mark()
+        self._timer.add("exchange", start, stop)
+        self._timer.add("exchange_exposed", start, stop)
+        with self._timer.measure("newton_schulz"):
+            blocks = self._blocks(spec, whole, group)
+            updates = [self._orthogonalize(block) for block in blocks]
+        scale = lr_scale(blocks[0].shape[1], blocks[0].shape[2], group["adjust_lr"])
+        if inputs.stats is not None:
+            for update_BMN in updates:
+                inputs.stats.observe(group_number, update_BMN, scale)
+        with self._timer.measure("update"):
+            update = torch.cat(updates, dim=1).reshape(spec.shape)
+            apply_updates_(
+                [local(parameter)],
+                [_shard(update, local_slices(spec))],
+                [gate],
+                step_size=float(group["lr"]) * scale,
+                decay=float(group["lr"]) * float(group["weight_decay"]),
+                cautious=group["cautious_wd"],
+            )
+
+    def _blocks(
+        self, spec: ParameterSpec, whole: Tensor, group: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """Return what is orthogonalized each on its own: all matrices, or their gates and ups."""
+        matrices_BMN = as_matrices(whole, flatten=group["flatten"])
+        num_blocks = 2 if self._split_gate_up and is_gate_up(spec.name) else 1
+        return matrices_BMN.chunk(num_blocks, dim=1)
 
 
 def _gather(u: Tensor, spec: ParameterSpec, meshes: dict[MeshSpec, DeviceMesh]) -> Tensor:

@@ -248,6 +248,7 @@ def test_impossible_settings_are_refused(settings, message) -> None:
         ({"max_stack_gib": float("inf")}, "optim.max_stack_gib=inf"),
         ({"stats_interval": -1}, "optim.stats_interval=-1"),
         ({"split_gate_up": "yes"}, "optim.split_gate_up='yes'"),
+        ({"split_gate_up": True}, r"optim.split_gate_up=true: no parameter is a fused gate"),
         ({"kernel": "symmetric"}, "symmetric"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -333,8 +334,10 @@ def test_a_transposed_weight_is_updated_in_place() -> None:
     assert torch.allclose(weight, plain, atol=1e-6)
 
 
-def test_phase_times_and_statistics_describe_the_step() -> None:
-    optimizer = build(tensors(), MuonOptions(ns_dtype="float32", ns_steps=12, stats_interval=2))
+@pytest.mark.parametrize("impl", ["stacked", "per_matrix"])
+def test_phase_times_and_statistics_describe_the_step(impl) -> None:
+    options = MuonOptions(impl=impl, ns_dtype="float32", ns_steps=12, stats_interval=2)
+    optimizer = build(tensors(), options)
     optimizer.step()
     assert set(optimizer.phase_times()()) == {
         f"optim/{phase}_ms"

@@ -10,9 +10,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.support.muon_reference import Rule, orthogonalize, reference_step
 from tests.support.sharding import cut, distribute
 from tests.support.threads import run_threads
-from trainer.optim.per_matrix import per_matrix_update_
+from trainer.optim.flight import StepInputs
+from trainer.optim.per_matrix import PerMatrixStep
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import local
+from trainer.optim.timing import PhaseTimer
 
 GATE_UP = "mlp.experts.gate_up_proj"
 STRIDED = _StridedShard(0, split_factor=2)
@@ -20,6 +22,20 @@ STRIDED = _StridedShard(0, split_factor=2)
 
 def as_reference(matrices_BMN) -> torch.Tensor:
     return torch.stack([orthogonalize(matrix) for matrix in matrices_BMN])
+
+
+def group_of(rule, parameters):
+    return {
+        "params": parameters,
+        "algorithm": "muon",
+        "lr": rule.lr,
+        "mu": rule.mu,
+        "weight_decay": rule.weight_decay,
+        "nesterov": rule.nesterov,
+        "cautious_wd": rule.cautious,
+        "adjust_lr": rule.adjust_lr,
+        "flatten": rule.flatten,
+    }
 
 
 def update(sizes, placements, shape, rule, name, gate) -> float:
@@ -33,20 +49,12 @@ def update(sizes, placements, shape, rule, name, gate) -> float:
     parameter.grad = distribute(gradient, mesh, placements)
     m = distribute(momentum, mesh, placements)
     (spec,), meshes = describe_parameters([(name, parameter)])
-    group = {
-        "lr": rule.lr,
-        "mu": rule.mu,
-        "weight_decay": rule.weight_decay,
-        "nesterov": rule.nesterov,
-        "cautious_wd": rule.cautious,
-        "adjust_lr": rule.adjust_lr,
-        "flatten": rule.flatten,
-    }
+    group = group_of(rule, [parameter])
+    is_split = rule.num_row_blocks == 2
+    timer = PhaseTimer(torch.device("cpu"))
+    step = PerMatrixStep([spec], meshes, timer, as_reference, split_gate_up=is_split)
     with torch.no_grad():
-        per_matrix_update_(
-            spec, parameter, m, group, gate, meshes, as_reference,
-            split_gate_up=rule.num_row_blocks == 2,
-        )  # fmt: skip
+        step.run(StepInputs([parameter], [m], [group], [gate], None))
     if gate is None or gate:
         weight, momentum = reference_step(weight, momentum, gradient, rule)
     errors = [
@@ -75,18 +83,20 @@ def test_each_matrix_is_updated_as_by_one_process(case, gate) -> None:
         assert error < 1e-6
 
 
-def test_a_plain_tensor_needs_no_ranks() -> None:
-    weight = nn.Parameter(torch.ones(3, 4))
-    weight.grad = torch.eye(3, 4)
-    momentum = torch.zeros(3, 4)
-    (spec,), meshes = describe_parameters([("w", weight)])
-    group = {
-        "lr": 0.5, "mu": 0.9, "weight_decay": 0.0, "nesterov": False, "cautious_wd": False,
-        "adjust_lr": None, "flatten": False,
-    }  # fmt: skip
+def test_only_muons_groups_are_updated_and_every_phase_is_timed() -> None:
+    weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.eye(3, 4)
+    momenta = [torch.zeros(3, 4) for _ in weights]
+    specs, meshes = describe_parameters([("other", weights[0]), ("w", weights[1])])
+    rule = Rule(lr=0.5, weight_decay=0.0, adjust_lr=None)
+    other = {**group_of(rule, weights[:1]), "algorithm": "adamw"}
+    inputs = StepInputs(weights, momenta, [other, group_of(rule, weights[1:])], [None, None], None)
+    timer = PhaseTimer(torch.device("cpu"))
     with torch.no_grad():
-        per_matrix_update_(
-            spec, weight, momentum, group, None, meshes, torch.sign, split_gate_up=False
-        )
-    assert torch.equal(weight, 1 - 0.5 * torch.eye(3, 4))
-    assert torch.equal(momentum, torch.eye(3, 4))
+        PerMatrixStep(specs, meshes, timer, torch.sign, split_gate_up=False).run(inputs)
+    assert torch.equal(weights[0], torch.ones(3, 4))
+    assert torch.equal(weights[1], 1 - 0.5 * torch.eye(3, 4))
+    assert torch.equal(momenta[1], torch.eye(3, 4))
+    timer.end_step()
+    assert all(milliseconds > 0 for milliseconds in timer.last_step.read().values())
