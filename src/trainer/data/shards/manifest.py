@@ -16,6 +16,8 @@ from trainer.errors import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = "trainer token shards 1"
+DTYPES = ("<u2", "<u4")
+"""Of ids: the smaller where it holds them all."""
 ENDS_DTYPE = "<i8"
 _CHUNK_BYTES = 1 << 24
 
@@ -68,7 +70,9 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Manifest":
-        """Return what `to_json` was called on; raises KeyError or TypeError on other JSON."""
+        """Return what `to_json` was called on; KeyError, TypeError or ValueError on other JSON."""
+        if value["dtype"] not in DTYPES:
+            raise ValueError(f"dtype {value['dtype']!r}")
         tokenizer: dict[str, Any] = {
             **value["tokenizer"],
             "start": tuple(value["tokenizer"]["start"]),
@@ -103,23 +107,23 @@ def read_manifest(folder: Path, field: str) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        value = json.loads(path.read_text())
-        if value["format"] != FORMAT:
-            raise UserError(
-                f"{field}.path={str(folder)!r}: {path} has format {value['format']!r}, this "
-                f"version reads {FORMAT!r}: tokenize the text again"
-            )
-        return Manifest.from_json(value)
+        value = json.loads(path.read_bytes())
+        if value["format"] == FORMAT:
+            return Manifest.from_json(value)
     except OSError as error:
         raise UserError(
             f"{field}.path={str(folder)!r}: {path} cannot be read ({error.strerror}): give a "
             "folder that 'trainer tokenize SRC DST' has finished; run it again to resume"
         ) from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{field}.path={str(folder)!r}: {path} is damaged ({error!r}): restore it, or tokenize "
             "the text again"
         ) from error
+    raise UserError(
+        f"{field}.path={str(folder)!r}: {path} has format {value['format']!r}, this version reads "
+        f"{FORMAT!r}: tokenize the text again"
+    )
 
 
 def write_json(path: Path, value: Any) -> None:

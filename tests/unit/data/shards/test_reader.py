@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pytest
@@ -111,13 +112,22 @@ def test_ids_of_another_tokenizer_are_refused(folder):
         (None, r"manifest\.json cannot be read \(No such file.*run it again to resume"),
         ("{", r"manifest\.json is damaged"),
         ('{"format": "trainer token shards 1"}', r"manifest\.json is damaged"),
+        ("[]", r"manifest\.json is damaged"),
+        ("\udcff", r"manifest\.json is damaged"),
         ('{"format": "other"}', "has format 'other', this version reads"),
     ],
 )
 def test_a_folder_that_is_not_finished_is_refused(folder, content, message):
     path = folder / MANIFEST
-    path.unlink() if content is None else path.write_text(content)
+    path.unlink() if content is None else path.write_bytes(os.fsencode(content))
     with pytest.raises(UserError, match=message):
+        open_folder(folder)
+
+
+def test_ids_of_a_dtype_that_is_never_written_are_refused(folder):
+    path = folder / MANIFEST
+    path.write_text(path.read_text().replace('"<u2"', '"<u3"'))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged .*dtype '<u3'"):
         open_folder(folder)
 
 
