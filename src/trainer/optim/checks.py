@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from trainer.errors import UserError
 from trainer.optim.bucket import BYTES
 from trainer.optim.groups import NamedGroup
+from trainer.optim.layout import local_shape
 from trainer.optim.plan import PlannedGroup
+from trainer.optim.spec import ParameterSpec
 from trainer.optim.state import as_matrices, local
 
 _NUMBERS = (
@@ -105,6 +107,21 @@ def check_devices(named: Iterable[tuple[str, Tensor]]) -> None:
                 f"parameter {name} is on {device}, {first[0]} on {first[1]}: move them to one "
                 "device, or build an optimizer for each"
             )
+
+
+def check_shard(spec: ParameterSpec, parameter: Tensor) -> None:
+    """Check that a rank holds the rows that its placements give it, as torch deals them.
+
+    Raises:
+        UserError: the shard has another shape.
+    """
+    held, planned = tuple(local(parameter).shape), local_shape(spec)
+    if held != planned:
+        raise UserError(
+            f"parameter {spec.name} of shape {list(spec.shape)} has a local shard of shape "
+            f"{list(held)} where its placements give {list(planned)}: shard it as "
+            "distribute_tensor and fully_shard do"
+        )
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:

@@ -25,6 +25,7 @@ from trainer.optim.checks import (
     check_gradient,
     check_group,
     check_numbers,
+    check_shard,
     check_unchanged,
     refuse_copy,
 )
@@ -167,6 +168,8 @@ class Muon(torch.optim.Optimizer):
     def _plan_step(self, groups: list[NamedGroup]) -> None:
         named = [pair for group in groups for pair in group.named_parameters]
         self._specs, self._meshes = describe_parameters(named)
+        for spec, parameter in zip(self._specs, self._parameters, strict=True):
+            check_shard(spec, parameter)
         planned: list[PlannedGroup] = []
         first = 0
         for group, settings in zip(groups, self.param_groups, strict=True):

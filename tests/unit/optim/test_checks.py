@@ -16,10 +16,12 @@ from trainer.optim.checks import (
     check_gradient,
     check_group,
     check_numbers,
+    check_shard,
     check_unchanged,
 )
 from trainer.optim.groups import NamedGroup
 from trainer.optim.plan import PlannedGroup
+from trainer.optim.spec import describe_parameters
 
 GROUP = {
     "lr": 0.1, "mu": 0.9, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.0, "epsilon": 1e-8,
@@ -128,6 +130,21 @@ def mesh() -> Generator[DeviceMesh]:
 
 def on(mesh, *placements) -> DTensor:
     return DTensor.from_local(torch.ones(2, 4), mesh, placements, run_check=False)
+
+
+def test_shards_dealt_otherwise_than_torch_deals_are_refused_by_name(mesh) -> None:
+    for rows, is_right in ((2, True), (3, False)):
+        # Of five rows over two ranks the second, which this one is along axis a, gets two.
+        shard = DTensor.from_local(
+            torch.ones(rows, 4), mesh, (Shard(0), Replicate()), run_check=False,
+            shape=torch.Size((5, 4)), stride=(4, 1),
+        )  # fmt: skip
+        (spec,), _ = describe_parameters([("w", shard)])
+        if is_right:
+            check_shard(spec, shard)
+            continue
+        with pytest.raises(UserError, match=r"w of shape \[5, 4\] .*shape \[3, 4\] .*\[2, 4\]"):
+            check_shard(spec, shard)
 
 
 def test_a_gradient_that_lies_elsewhere_is_refused_by_name(mesh) -> None:

@@ -137,3 +137,36 @@ def test_any_world_takes_the_step_of_one_process(world, gate_choices) -> None:
         assert all(weights)
         assert all(momenta)
         assert has_right_count
+
+
+def transfers_during_orthogonalization() -> list[int]:
+    """Return how many transfers are under way whenever a chunk is orthogonalized."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    parameters = [torch.nn.Parameter(distribute(torch.eye(8), mesh, (Shard(0),))) for _ in range(8)]
+    for parameter in parameters:
+        parameter.grad = distribute(torch.eye(8), mesh, (Shard(0),))
+    options = MuonOptions(max_stack_gib=6 * 8 * 8 * 2 / 2**30)
+    optimizer = Muon(parameters, options=options)
+    exchange, stacked = optimizer._exchange, optimizer._stacked
+    wait, counts, num_waited = exchange.wait, [], 0
+
+    def count_wait(transfer) -> torch.Tensor:
+        nonlocal num_waited
+        num_waited += 1
+        return wait(transfer)
+
+    def count_under_way(stack_BMN, bucket, *, is_normalized) -> torch.Tensor:
+        counts.append(exchange.num_launched - num_waited)
+        return stack_BMN
+
+    exchange.wait, stacked._orthogonalize = count_wait, count_under_way
+    optimizer.step()
+    assert exchange.num_launched == num_waited == 2 * len(counts)
+    return counts
+
+
+def test_a_chunk_is_orthogonalized_while_its_neighbours_are_exchanged() -> None:
+    # Of four chunks, each but the last has the next one coming in.
+    for counts in run_threads(2, transfers_during_orthogonalization):
+        assert len(counts) == 4
+        assert min(counts[:-1]) >= 1
