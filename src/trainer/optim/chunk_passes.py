@@ -22,7 +22,6 @@ def update_chunk_momentum_(flight: Flight, inputs: StepInputs) -> None:
             mu=float(group["mu"]),
             nesterov=group["nesterov"],
             keep="squares" if flight.groups.shards is None else "largest",
-            is_beside=flight.is_beside,
         )
         return
     segments = flight.bucket.segments(flight.chunk.start, flight.chunk.stop)
@@ -51,7 +50,6 @@ def stack_share(flight: Flight, inputs: StepInputs, dtype: torch.dtype) -> Tenso
         dtype,
         mu=float(group["mu"]),
         nesterov=group["nesterov"],
-        is_beside=flight.is_beside,
     )
 
 
@@ -67,7 +65,6 @@ def pack_share(flight: Flight, inputs: StepInputs, dtype: torch.dtype) -> Tensor
         dtype,
         mu=float(group["mu"]),
         nesterov=group["nesterov"],
-        is_beside=flight.is_beside,
     )
 
 
@@ -90,7 +87,6 @@ def apply_chunk_update_(flight: Flight, first: int, update_BMN: Tensor, inputs: 
             slice(first - flight.chunk.start, stop - flight.chunk.start),
             decay=decay,
             step_size=step_size,
-            is_beside=flight.is_beside,
         )
         return
     segments = flight.bucket.segments(first, stop)

@@ -46,8 +46,6 @@ class Flight:
     chunk: Chunk
     share: tuple[int, int]
     """First matrix of this replica's share, counted over the bucket, and one past the last."""
-    is_beside: bool = False
-    """Whether products run at the same time as the pass at hand."""
     table: MatrixTable | None = None
     """Where the chunk's matrices lie; None: they are passed over tensor by tensor."""
     kept_BP: Tensor | None = None

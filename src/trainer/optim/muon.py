@@ -41,7 +41,6 @@ from trainer.optim.pipeline_memory import Passes
 from trainer.optim.plan import PlannedGroup
 from trainer.optim.presence import Presence
 from trainer.optim.pricing import Price, price_plan
-from trainer.optim.side_stream import SideStream
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import (
     check_loaded,
@@ -155,7 +154,6 @@ class Muon(torch.optim.Optimizer):
             self._exchange,
             self._timer,
             self._orthogonalize_bucket,
-            SideStream(self._device),
         )
         self._per_matrix = PerMatrixStep(
             self._specs,

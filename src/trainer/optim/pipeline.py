@@ -8,8 +8,7 @@ orthogonalized:
       t            chunk t                     chunk t-1               t-2     t-3
 
 A chunk that needs no exchange is applied at t-2. Every rank launches in the same order, also where
-it has nothing to do in a chunk. On a GPU the memory-bound phases of a tick run on a stream of their
-own (`side_stream.py`), beside its products.
+it has nothing to do in a chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,6 @@ from trainer.optim.flight import Flight, StepInputs, find_runs, slab_shapes
 from trainer.optim.kernels import matrix_table
 from trainer.optim.kernels.matrix_table import MatrixTable, TableLayout
 from trainer.optim.plan import Plan
-from trainer.optim.side_stream import SideStream
 from trainer.optim.state import local
 from trainer.optim.timing import PhaseTimer
 from trainer.optim.wire import TAIL, unpack
@@ -39,10 +37,6 @@ NS_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-_NUM_STAGES = 4
-"""Columns of the table above."""
 
 
 class Orthogonalize(Protocol):
@@ -69,14 +63,12 @@ class StackedStep:
         exchange: Exchange,
         timer: PhaseTimer,
         orthogonalize: Orthogonalize,
-        side: SideStream,
     ) -> None:
         self._plan = plan
         self._groups = groups
         self._exchange = exchange
         self._timer = timer
         self._orthogonalize = orthogonalize
-        self._side = side
         self._layouts: dict[tuple[int, int], TableLayout | None] = {}
         self._dtype = NS_DTYPES[plan.options.ns_dtype]
 
@@ -89,22 +81,14 @@ class StackedStep:
 
         Collective: the plan's exchanges, in slot order; all ranks of the plan's meshes.
         """
+        stages = (self._enter, self._turn, self._share, self._finish)
         flights = [self._flight(*slot) for slot in self._plan.slots]
-        for tick in range(len(flights) + _NUM_STAGES - 1):
-            entering, turning, sharing, finishing = _chunks_of_tick(flights, tick)
-            is_beside = turning is not None
-            with self._side.work():
-                if entering is not None:
-                    self._enter(entering, inputs, is_beside)
-                if sharing is not None:
-                    self._share(sharing, inputs, is_beside)
-                if finishing is not None:
-                    self._finish(finishing, inputs, is_beside)
-                if tick == 1:
-                    meanwhile()
-            if turning is not None:
-                self._turn(turning, inputs)
-        self._side.join()
+        for tick in range(len(flights) + len(stages) - 1):
+            for lag, stage in enumerate(stages):
+                if 0 <= tick - lag < len(flights):
+                    stage(flights[tick - lag], inputs)
+            if tick == 1:
+                meanwhile()
         if not flights:
             meanwhile()
 
@@ -135,8 +119,7 @@ class StackedStep:
         share = first, first + bucket.share(chunk, bucket.replica_rank)
         return Flight(b, bucket, self._groups[b], chunk, share)
 
-    def _enter(self, flight: Flight, inputs: StepInputs, is_beside: bool) -> None:
-        flight.is_beside = is_beside
+    def _enter(self, flight: Flight, inputs: StepInputs) -> None:
         flight.table = self._find_table(flight, inputs)
         self._update_momentum(flight, inputs)
         if flight.bucket.is_exchanged:
@@ -149,18 +132,14 @@ class StackedStep:
         self._orthogonalize_stack(flight, inputs)
         self._launch_out(flight)
 
-    def _share(self, flight: Flight, inputs: StepInputs, is_beside: bool) -> None:
-        flight.is_beside = is_beside
-        self._side.keep(flight.transfer, flight.update_BMN, flight.table)
+    def _share(self, flight: Flight, inputs: StepInputs) -> None:
         if flight.bucket.is_exchanged:
             self._wait_out(flight)
             self._launch_share(flight, inputs)
         else:
             self._apply(flight, inputs)
 
-    def _finish(self, flight: Flight, inputs: StepInputs, is_beside: bool) -> None:
-        flight.is_beside = is_beside
-        self._side.keep(flight.transfer, flight.table)
+    def _finish(self, flight: Flight, inputs: StepInputs) -> None:
         if flight.bucket.is_exchanged:
             self._apply(flight, inputs)
 
@@ -300,9 +279,3 @@ class StackedStep:
             updates.append((first, update_BMN[:share]))
             first += share
         return updates
-
-
-def _chunks_of_tick(flights: Sequence[Flight], tick: int) -> list[Flight | None]:
-    """Return the chunk that each stage of a tick works on, if any."""
-    places = [tick - lag for lag in range(_NUM_STAGES)]
-    return [flights[place] if 0 <= place < len(flights) else None for place in places]

@@ -111,7 +111,6 @@ class MatrixTable:
         mu: float,
         nesterov: bool,
         keep: Literal["squares", "largest"],
-        is_beside: bool,
     ) -> Tensor:
         """M <- mu * m + g; return what the next pass needs of each matrix's direction."""
         return self.kernels.launch_momentum(
@@ -120,7 +119,6 @@ class MatrixTable:
             mu=mu,
             nesterov=nesterov,
             keep=keep,
-            is_beside=is_beside,
         )
 
     def normalized_stack(
@@ -132,7 +130,6 @@ class MatrixTable:
         *,
         mu: float,
         nesterov: bool,
-        is_beside: bool,
     ) -> Tensor:
         """Return the directions of some matrices, each of Frobenius norm 1 or zero: [B, M, N]."""
         lines_B4 = self.addresses_B4[matrices]
@@ -143,7 +140,6 @@ class MatrixTable:
             stack_BMN,
             mu=mu,
             nesterov=nesterov,
-            is_beside=is_beside,
         )
         return stack_BMN
 
@@ -155,7 +151,6 @@ class MatrixTable:
         *,
         mu: float,
         nesterov: bool,
-        is_beside: bool,
     ) -> Tensor:
         """Return the directions of some slabs as `wire.pack` does: [B, elements + TAIL]."""
         lines_B4 = self.addresses_B4[matrices]
@@ -168,7 +163,6 @@ class MatrixTable:
             TAIL,
             mu=mu,
             nesterov=nesterov,
-            is_beside=is_beside,
         )
         return message
 
@@ -179,7 +173,6 @@ class MatrixTable:
         *,
         decay: float,
         step_size: float,
-        is_beside: bool,
     ) -> None:
         """W <- w * (1 - decay) - step_size * O, for contiguous O."""
         self.kernels.launch_update(
@@ -187,7 +180,6 @@ class MatrixTable:
             update_BMN,
             decay=decay,
             step_size=step_size,
-            is_beside=is_beside,
         )
 
 

@@ -6,7 +6,7 @@ where it can run. A matrix is a line of a table of addresses, so that the matric
 parameters take one launch. Momentum is one pass (gradient and momentum read, momentum written, each
 part's norm kept aside), the stack another (momentum read, scaled values written in the iteration's
 dtype), the update the third. `mu`, `decay` and `step_size` are arguments: a schedule recompiles
-nothing. Beside products a pass runs on a few programs that take all of its work in turn.
+nothing.
 """
 
 from functools import lru_cache
@@ -26,18 +26,14 @@ _MAX_STAGES = 7
 _RESERVED_BYTES = 8192
 """Of a multiprocessor's shared memory, for what a pass keeps besides tiles."""
 
-_NUM_BLOCKS = 32
-"""Tiles a part, which a program takes at a time: finding a part costs several loads one after the
-other, and the second pass adds up a matrix's partial results anew for each part."""
+_NUM_PROGRAMS = 1024
+"""Programs of a pass, up to twice as many: several for each multiprocessor, so that all end
+together, and each with many tiles, since finding a matrix costs loads one after the other."""
 
-_WARPS = 16
+_MAX_PARTS = 2 * _NUM_PROGRAMS
 
-_PROGRAMS_BESIDE = 16
-"""Programs of a pass that runs beside products, each of a whole multiprocessor's threads. One such
-program moves 50 to 110 GB/s; 16 keep up with Newton-Schulz, which loses little to them: products
-are bound by power before they are bound by multiprocessors (docs/log.md)."""
-
-_WARPS_BESIDE = 32
+# Without fused multiply-adds each product is rounded, as in passes.py.
+_OPTIONS = {"num_warps": 16, "enable_fp_fusion": False}
 
 COLUMNS = ("gradient", "momentum", "weight", "gate")
 """Of the table, int64 addresses: fp32 matrices, 16-byte aligned, and a bool; 0: there is none."""
@@ -71,14 +67,13 @@ def _power_of_two(exponent):
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["num_work"])
+@triton.jit
 def _momentum_kernel(
     table_ptr,
     kept_ptr,
     num_elements,
     mu,
     num_parts,
-    num_work,
     NESTEROV: tl.constexpr,
     OF_SQUARES: tl.constexpr,
     STAGES: tl.constexpr,
@@ -87,37 +82,6 @@ def _momentum_kernel(
 ):
     """M <- mu * m + g; keep each part's sum of squares, or largest magnitude, of the direction."""
     work = tl.program_id(0)
-    while work < num_work:
-        _momentum_part(
-            table_ptr,
-            kept_ptr,
-            num_elements,
-            mu,
-            num_parts,
-            work,
-            NESTEROV,
-            OF_SQUARES,
-            STAGES,
-            NUM_BLOCKS,
-            TILE,
-        )
-        work += tl.num_programs(0)
-
-
-@triton.jit
-def _momentum_part(
-    table_ptr,
-    kept_ptr,
-    num_elements,
-    mu,
-    num_parts,
-    work,
-    NESTEROV: tl.constexpr,
-    OF_SQUARES: tl.constexpr,
-    STAGES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
     matrix, part = (work // num_parts).to(tl.int64), work % num_parts
     m_ptr = _matrix_ptr(table_ptr, matrix, 1)
     g_ptr = _matrix_ptr(table_ptr, matrix, 0)
@@ -154,7 +118,7 @@ def _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV: tl.constexpr):
     return m
 
 
-@triton.jit(do_not_specialize=["num_work"])
+@triton.jit
 def _normalize_kernel(
     table_ptr,
     kept_ptr,
@@ -162,8 +126,7 @@ def _normalize_kernel(
     num_elements,
     mu,
     num_parts,
-    num_work,
-    NUM_PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     MAX_EXPONENT: tl.constexpr,
     NESTEROV: tl.constexpr,
     STAGES: tl.constexpr,
@@ -172,43 +135,8 @@ def _normalize_kernel(
 ):
     """Write directions divided by their Frobenius norm; a norm of zero divides by one."""
     work = tl.program_id(0)
-    while work < num_work:
-        _normalize_part(
-            table_ptr,
-            kept_ptr,
-            out_ptr,
-            num_elements,
-            mu,
-            num_parts,
-            work,
-            NUM_PARTS,
-            MAX_EXPONENT,
-            NESTEROV,
-            STAGES,
-            NUM_BLOCKS,
-            TILE,
-        )
-        work += tl.num_programs(0)
-
-
-@triton.jit
-def _normalize_part(
-    table_ptr,
-    kept_ptr,
-    out_ptr,
-    num_elements,
-    mu,
-    num_parts,
-    work,
-    NUM_PARTS: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    STAGES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
     matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-    parts = tl.arange(0, NUM_PARTS)
+    parts = tl.arange(0, MAX_PARTS)
     total = tl.sum(
         tl.load(kept_ptr + matrix * num_parts + parts, mask=parts < num_parts, other=0.0),
         axis=0,
@@ -230,7 +158,7 @@ def _normalize_part(
         tl.store(y_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_work"])
+@triton.jit
 def _message_kernel(
     table_ptr,
     kept_ptr,
@@ -239,8 +167,7 @@ def _message_kernel(
     row_stride,
     mu,
     num_parts,
-    num_work,
-    NUM_PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     TAIL: tl.constexpr,
     MAX_EXPONENT: tl.constexpr,
     ZERO_EXPONENT: tl.constexpr,
@@ -251,49 +178,8 @@ def _message_kernel(
 ):
     """Write directions divided by 2**e, the largest in [0.5, 1), and e behind them."""
     work = tl.program_id(0)
-    while work < num_work:
-        _message_part(
-            table_ptr,
-            kept_ptr,
-            out_ptr,
-            num_elements,
-            row_stride,
-            mu,
-            num_parts,
-            work,
-            NUM_PARTS,
-            TAIL,
-            MAX_EXPONENT,
-            ZERO_EXPONENT,
-            NESTEROV,
-            STAGES,
-            NUM_BLOCKS,
-            TILE,
-        )
-        work += tl.num_programs(0)
-
-
-@triton.jit
-def _message_part(
-    table_ptr,
-    kept_ptr,
-    out_ptr,
-    num_elements,
-    row_stride,
-    mu,
-    num_parts,
-    work,
-    NUM_PARTS: tl.constexpr,
-    TAIL: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-    ZERO_EXPONENT: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    STAGES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
     matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-    parts = tl.arange(0, NUM_PARTS)
+    parts = tl.arange(0, MAX_PARTS)
     largest = tl.max(
         tl.load(kept_ptr + matrix * num_parts + parts, mask=parts < num_parts, other=0.0),
         axis=0,
@@ -316,7 +202,7 @@ def _message_part(
         tl.store(y_ptr + ends, tl.zeros((TAIL,), out_ptr.dtype.element_ty) + sent)
 
 
-@triton.jit(do_not_specialize=["num_work"])
+@triton.jit
 def _update_kernel(
     table_ptr,
     update_ptr,
@@ -324,34 +210,34 @@ def _update_kernel(
     kept,
     step_size,
     num_parts,
-    num_work,
     STAGES: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """W <- w * kept - step_size * O."""
     work = tl.program_id(0)
-    while work < num_work:
-        matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-        if _is_open(table_ptr, matrix):
-            w_ptr = _matrix_ptr(table_ptr, matrix, 2)
-            o_ptr = update_ptr + matrix * num_elements
-            for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
-                offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
-                inside = offsets < num_elements
-                update = tl.load(o_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-                w = tl.load(w_ptr + offsets, mask=inside, other=0.0)
-                tl.store(w_ptr + offsets, w * kept - step_size * update, mask=inside)
-        work += tl.num_programs(0)
+    matrix, part = (work // num_parts).to(tl.int64), work % num_parts
+    if _is_open(table_ptr, matrix):
+        w_ptr = _matrix_ptr(table_ptr, matrix, 2)
+        o_ptr = update_ptr + matrix * num_elements
+        for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
+            offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
+            inside = offsets < num_elements
+            update = tl.load(o_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(w_ptr + offsets, mask=inside, other=0.0)
+            tl.store(w_ptr + offsets, w * kept - step_size * update, mask=inside)
 
 
-def _grid(num_work: int, is_beside: bool) -> tuple[int]:
-    return (min(num_work, _PROGRAMS_BESIDE) if is_beside else num_work,)
+def _num_parts(num_matrices: int, num_elements: int) -> int:
+    """Return into how many parts a pass cuts each matrix, one a program."""
+    num_tiles = triton.cdiv(num_elements, _TILE)
+    share = max(1, num_matrices * num_tiles // _NUM_PROGRAMS)
+    return triton.cdiv(num_tiles, 1 << (share.bit_length() - 1))
 
 
-def _options(is_beside: bool) -> dict[str, int | bool]:
-    # Without fused multiply-adds each product is rounded, as in passes.py.
-    return {"num_warps": _WARPS_BESIDE if is_beside else _WARPS, "enable_fp_fusion": False}
+def _num_blocks(num_elements: int, num_parts: int) -> int:
+    """Return the tiles of a part: a power of two, since each number is compiled anew."""
+    return triton.next_power_of_2(triton.cdiv(triton.cdiv(num_elements, _TILE), num_parts))
 
 
 @lru_cache
@@ -378,7 +264,6 @@ def launch_momentum(
     mu: float,
     nesterov: bool,
     keep: Literal["squares", "largest"],
-    is_beside: bool = False,
 ) -> Tensor:
     """Update the momentum of every matrix of a table.
 
@@ -388,27 +273,25 @@ def launch_momentum(
         mu: Momentum factor.
         nesterov: Whether what is kept is of mu * m + g.
         keep: The sum of squares of each part of a matrix, or its largest magnitude.
-        is_beside: Whether products run at the same time.
 
     Returns:
         fp64 [B, parts].
     """
     record_launch("triton.momentum")
-    num_parts = triton.cdiv(num_elements, _NUM_BLOCKS * _TILE)
+    num_parts = _num_parts(len(table_B4), num_elements)
     kept_BP = torch.empty(len(table_B4), num_parts, dtype=torch.float64, device=table_B4.device)
-    _momentum_kernel[_grid(kept_BP.numel(), is_beside)](
+    _momentum_kernel[(kept_BP.numel(),)](
         table_B4,
         kept_BP,
         num_elements,
         mu,
         num_parts,
-        kept_BP.numel(),
         NESTEROV=nesterov,
         OF_SQUARES=keep == "squares",
         STAGES=_num_stages(table_B4.device, 4 + 4),
-        NUM_BLOCKS=_NUM_BLOCKS,
+        NUM_BLOCKS=_num_blocks(num_elements, num_parts),
         TILE=_TILE,
-        **_options(is_beside),
+        **_OPTIONS,
     )
     return kept_BP
 
@@ -420,7 +303,6 @@ def launch_normalize(
     *,
     mu: float,
     nesterov: bool,
-    is_beside: bool = False,
 ) -> None:
     """Write every matrix's direction, divided by its Frobenius norm.
 
@@ -430,25 +312,23 @@ def launch_normalize(
         out_BMN: Contiguous, of any float dtype.
         mu: Momentum factor.
         nesterov: As there.
-        is_beside: As there.
     """
     record_launch("triton.normalize")
     num_parts = kept_BP.shape[1]
-    _normalize_kernel[_grid(kept_BP.numel(), is_beside)](
+    _normalize_kernel[(kept_BP.numel(),)](
         table_B4,
         kept_BP,
         out_BMN,
         out_BMN[0].numel(),
         mu,
         num_parts,
-        kept_BP.numel(),
-        NUM_PARTS=triton.next_power_of_2(num_parts),
+        MAX_PARTS=_MAX_PARTS,
         MAX_EXPONENT=_MAX_EXPONENT,
         NESTEROV=nesterov,
         STAGES=_num_stages(table_B4.device, 4 + 4 * nesterov),
-        NUM_BLOCKS=_NUM_BLOCKS,
+        NUM_BLOCKS=_num_blocks(out_BMN[0].numel(), num_parts),
         TILE=_TILE,
-        **_options(is_beside),
+        **_OPTIONS,
     )
 
 
@@ -460,7 +340,6 @@ def launch_message(
     *,
     mu: float,
     nesterov: bool,
-    is_beside: bool = False,
 ) -> None:
     """Write every slab's direction as `wire.pack` does: scaled values, then the exponent.
 
@@ -471,11 +350,10 @@ def launch_message(
         tail: Elements behind the values, a power of two.
         mu: Momentum factor.
         nesterov: As there.
-        is_beside: As there.
     """
     record_launch("triton.message")
     num_parts = kept_BP.shape[1]
-    _message_kernel[_grid(kept_BP.numel(), is_beside)](
+    _message_kernel[(kept_BP.numel(),)](
         table_B4,
         kept_BP,
         message,
@@ -483,16 +361,15 @@ def launch_message(
         message.shape[1],
         mu,
         num_parts,
-        kept_BP.numel(),
-        NUM_PARTS=triton.next_power_of_2(num_parts),
+        MAX_PARTS=_MAX_PARTS,
         TAIL=tail,
         MAX_EXPONENT=_MAX_EXPONENT,
         ZERO_EXPONENT=_ZERO_EXPONENT,
         NESTEROV=nesterov,
         STAGES=_num_stages(table_B4.device, 4 + 4 * nesterov),
-        NUM_BLOCKS=_NUM_BLOCKS,
+        NUM_BLOCKS=_num_blocks(message.shape[1] - tail, num_parts),
         TILE=_TILE,
-        **_options(is_beside),
+        **_OPTIONS,
     )
 
 
@@ -502,7 +379,6 @@ def launch_update(
     *,
     decay: float,
     step_size: float,
-    is_beside: bool = False,
 ) -> None:
     """Apply an update to the weight of every matrix of a table.
 
@@ -511,22 +387,19 @@ def launch_update(
         update_BMN: Contiguous, of any float dtype.
         decay: lr * weight_decay.
         step_size: lr * s.
-        is_beside: As in `launch_momentum`.
     """
     record_launch("triton.update")
     num_elements = update_BMN[0].numel()
-    num_parts = triton.cdiv(num_elements, _NUM_BLOCKS * _TILE)
-    num_work = len(table_B4) * num_parts
-    _update_kernel[_grid(num_work, is_beside)](
+    num_parts = _num_parts(len(table_B4), num_elements)
+    _update_kernel[(len(table_B4) * num_parts,)](
         table_B4,
         update_BMN,
         num_elements,
         1 - decay,
         step_size,
         num_parts,
-        num_work,
         STAGES=_num_stages(table_B4.device, 4 + update_BMN.element_size()),
-        NUM_BLOCKS=_NUM_BLOCKS,
+        NUM_BLOCKS=_num_blocks(num_elements, num_parts),
         TILE=_TILE,
-        **_options(is_beside),
+        **_OPTIONS,
     )

@@ -56,10 +56,7 @@ def _upper(tensors):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("is_open", [None, True, False])
-@pytest.mark.parametrize("is_beside", [False, True], ids=["alone", "beside products"])
-def test_passes_by_table_equal_those_by_tensor(
-    nesterov: bool, is_open: bool | None, is_beside: bool
-) -> None:
+def test_passes_by_table_equal_those_by_tensor(nesterov: bool, is_open: bool | None) -> None:
     gate = None if is_open is None else torch.tensor(is_open, device=DEVICE)
     gradients, momenta, weights = _tensors()
     expected = [m.clone() for m in momenta], [w.clone() for w in weights]
@@ -67,7 +64,7 @@ def test_passes_by_table_equal_those_by_tensor(
         gradients[0][0, 0, 0] = float("nan")
     update_momentum_(_upper(expected[0]), _upper(gradients), [gate, gate], MU)
     table = _table(gradients, momenta, weights, gate)
-    kept = table.update_momentum_(mu=MU, nesterov=nesterov, keep="squares", is_beside=is_beside)
+    kept = table.update_momentum_(mu=MU, nesterov=nesterov, keep="squares")
     for m, wanted in zip(momenta, expected[0], strict=True):
         assert torch.equal(m, wanted)
     if is_open is not False:
@@ -81,7 +78,6 @@ def test_passes_by_table_equal_those_by_tensor(
             torch.float32,
             mu=MU,
             nesterov=nesterov,
-            is_beside=is_beside,
         )
         torch.testing.assert_close(stack.double(), u / norm.where(norm > 0, 1.0))
         assert not stack[2].any()
@@ -90,7 +86,7 @@ def test_passes_by_table_equal_those_by_tensor(
     apply_updates_(
         _upper(expected[1]), update.split([3, 2]), [gate, gate], cautious=False, **settings
     )
-    table.apply_(update, slice(0, 5), **settings, is_beside=is_beside)
+    table.apply_(update, slice(0, 5), **settings)
     for w, wanted in zip(weights, expected[1], strict=True):
         assert torch.equal(w, wanted)
 
@@ -100,12 +96,11 @@ DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" e
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("is_beside", [False, True], ids=["alone", "beside products"])
-def test_messages_by_table_equal_those_by_tensor(dtype: torch.dtype, is_beside: bool) -> None:
+def test_messages_by_table_equal_those_by_tensor(dtype: torch.dtype) -> None:
     gradients, momenta, weights = _tensors()
     table = _table(gradients, momenta, weights, None)
-    kept = table.update_momentum_(mu=MU, nesterov=False, keep="largest", is_beside=is_beside)
-    message = table.message(kept, slice(1, 5), dtype, mu=MU, nesterov=False, is_beside=is_beside)
+    kept = table.update_momentum_(mu=MU, nesterov=False, keep="largest")
+    message = table.message(kept, slice(1, 5), dtype, mu=MU, nesterov=False)
     slabs = [_upper(momenta)[0][1:], momenta[1]]
     assert torch.equal(message, pack(slabs, 4, SHAPE, dtype))
 
