@@ -156,7 +156,13 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last prompt taken, as JSON."""
-        return {**self._order.state_dict(), "fingerprints": self._fingerprints}
+        own = {"fingerprints": self._fingerprints, "counts": dict(self._reader.counts)}
+        return {**self._order.state_dict(), **own}
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Rows left out so far, by reason."""
+        return self._reader.counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position.
@@ -171,6 +177,7 @@ class PromptStream:
                 "checkpoint was written, so that the position in them means nothing: make them "
                 "depend on params alone (sort what comes from a set), or start a new run"
             )
+        self._reader.counts = Counter(position.pop("counts", {}))
         self._order.load_state_dict(position)
 
     def _next(self, source: int) -> Prompt:

@@ -5,7 +5,7 @@ the place in the prompts, the round, the rollouts in flight. `collect.py` sample
 steps, `run.py` calls both in turn.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -133,6 +133,8 @@ class Rounds:
             self._stream.load_state_dict(before)
             raise
         self._round += 1
+        counts = {f"data/{reason}": count for reason, count in self._stream.counts.items()}
+        batch = replace(batch, metrics=batch.metrics | counts)
         rollouts = [rollout for group in batch.groups for rollout in group]
         if self._config.loss.old_log_probs == "trainer":
             rollouts = self.policy.recompute(rollouts)

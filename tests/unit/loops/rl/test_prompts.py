@@ -82,8 +82,13 @@ def test_a_row_without_an_answer_is_refused_by_place_or_skipped(tmp_path):
     with pytest.raises(UserError, match=r"prompts\.jsonl:1: .*'answer'.*env\.on_bad_row = 'skip'"):
         setup_prompts(config, TOKENIZER).train.next_prompts(1)
     config = file_config(tmp_path, rows, env={"on_bad_row": "skip"})
-    prompts = setup_prompts(config, TOKENIZER).train.next_prompts(2)
+    stream = setup_prompts(config, TOKENIZER).train
+    prompts = stream.next_prompts(2)
     assert [prompt.question for prompt in prompts] == ["b", "b"]
+    assert stream.counts == {"bad_rows/no_answer": 2}
+    again = setup_prompts(config, TOKENIZER).train
+    again.load_state_dict(stream.state_dict())
+    assert again.counts == stream.counts
 
 
 BAD_ROWS = {
