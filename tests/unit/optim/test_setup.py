@@ -1,10 +1,12 @@
 import logging
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from trainer.config.optim import AdamWConfig, MuonConfig, SGDConfig
+from trainer.config.optim import AdamWConfig, DionConfig, MuonConfig, SGDConfig
+from trainer.errors import UserError
 from trainer.optim import Muon, setup_optimizer
 from trainer.optim.setup import plan_groups
 from trainer.optim.spec import describe_parameters
@@ -82,3 +84,12 @@ def test_a_plan_without_tensors_has_the_groups_of_the_optimizer() -> None:
         ("dense", 1), ("experts", 1), ("router", 1), ("adamw", 2),
     ]  # fmt: skip
     assert len(optimizer.param_groups) == len(planned)
+
+
+def test_dion_is_asked_for_by_name_and_missing(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "dion", None)
+    monkeypatch.delitem(sys.modules, "trainer.optim.dion", raising=False)
+    with pytest.raises(
+        UserError, match=r"optim\.type='dion': needs the package dion.*trainer\[dion\]"
+    ):
+        build(DionConfig())
