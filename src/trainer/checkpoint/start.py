@@ -62,7 +62,8 @@ def _open(config: ModelConfig) -> OpenCheckpoint | None:
 
 
 def _fill_(model: CausalLM, *, checkpoint: OpenCheckpoint) -> None:
-    load_weights_into(checkpoint, model, Ranks())
+    # DCP agrees over host objects: over gloo, whatever the default group's backend is.
+    load_weights_into(checkpoint, model, Ranks.with_own_group())
     logger.info(
         "weights after step %d of %s; optimizer, schedule and data start anew",
         checkpoint.manifest.step,
