@@ -47,3 +47,19 @@ def test_the_shapes_of_the_kernels_overlay_are_such_that_gram_fuses_in_bfloat16(
     for other in (expert, QUERY_SIZE):
         assert gram_segments(rows, torch.bfloat16, other, hidden) == (2, 1, 1, 1)
         assert gram_segments(rows, torch.float32, other, hidden) == single_segments(5)
+
+
+def test_short_rates_of_data_are_measured_and_kept(tmp_path):
+    module = ("-m", "scripts.study.data_rates", "--out", str(tmp_path), "--mib", "1")
+    done = subprocess.run(
+        [sys.executable, *module], capture_output=True, text=True, timeout=280, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads((tmp_path / "data_rates.json").read_text())
+    assert json.loads(done.stdout.splitlines()[-1]) == record
+    assert (
+        record["stream from tokens, million tokens/s"]
+        > record["stream from plain, million tokens/s"]
+    )
+    assert record["opening 1 TiB of JSONL, s"] < 5
+    assert record["position in gzip, bytes"] < 4096
