@@ -53,6 +53,10 @@ def _status(args: list[str]) -> int:
         return 128 + interruption.signum
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except RuntimeError:
+        if not _is_echo(seat):
+            raise
+        return USER_ERROR
     except OSError:
         # Whether it was standard output that failed shows only when more is written.
         status = _end_output(seat, "\n")
@@ -168,6 +172,15 @@ def _say(message: str, seat: Seat) -> None:
             return
     with contextlib.suppress(BrokenPipeError):
         print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _is_echo(seat: Seat) -> bool:
+    """Return whether a failure follows from a user's error that another rank has named."""
+    if seat.size == 1:
+        return False
+    from trainer.parallel.world import another_has_spoken
+
+    return another_has_spoken()
 
 
 def _start_logging(seat: Seat) -> None:

@@ -134,6 +134,20 @@ def speaks_for_all(patience: timedelta) -> bool:
         return True  # The store is gone: better said twice than never.
 
 
+def another_has_spoken() -> bool:
+    """Return whether another rank has printed an error of the user's and ended.
+
+    What this rank then runs into, such as a collective that fails, is an echo of that.
+    """
+    place = read_seat()
+    if place.size == 1 or "MASTER_ADDR" not in os.environ:
+        return False
+    try:
+        return dist.PrefixStore("spokesman", _rendezvous(place)).check(["speaker"])
+    except dist.DistError:
+        return False  # The store is gone, and with it what was said.
+
+
 def announce_failed_start(message: str) -> None:
     """Tell ranks that wait in `init_world` that this one will not come, and why."""
     place = read_seat()
