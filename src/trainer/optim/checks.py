@@ -6,6 +6,7 @@ are `options.py`'s.
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ def refuse_copy(optimizer: torch.optim.Optimizer) -> TypeError:
 
 def _number(value: Any) -> float:
     """Return a number, or nan for what is none."""
-    is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    is_number = isinstance(value, Real | Tensor) and not isinstance(value, bool)
     return float(value) if is_number else math.nan
 
 

@@ -7,6 +7,7 @@ read newton_schulz.py next.
 from collections.abc import Sequence
 from itertools import chain, repeat
 from math import isfinite
+from numbers import Integral
 from types import MappingProxyType
 
 from trainer.errors import UserError
@@ -74,7 +75,7 @@ def resolve_coefficients(table: CoefficientTable, steps: int) -> tuple[Row, ...]
         UserError: an unknown name, an empty list, a row that is not three finite numbers, or steps
             that are no whole number of at least 1.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
         raise UserError(
             f"optim.ns_steps={steps!r}: must be a whole number of at least 1; the default is 5"
         )

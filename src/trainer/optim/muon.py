@@ -134,8 +134,13 @@ class Muon(torch.optim.Optimizer):
             check_group(group, named)
             for parameter in group["params"]:
                 self.state[parameter] = init_state(parameter, group["algorithm"])
+        # Schedulers write into a tensor, so a setting that is one is kept by its value.
         self._settings = [
-            {key: value for key, value in group.items() if key not in ("params", "step")}
+            {
+                key: float(value) if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key not in ("params", "step")
+            }
             for group in self.param_groups
         ]
         self._device = local(self._parameters[0]).device

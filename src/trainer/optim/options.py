@@ -6,6 +6,7 @@ is `checks.py`'s, the plan itself `plan.py`'s.
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 import torch
@@ -47,11 +48,11 @@ def check_options(options: MuonOptions) -> None:
         if value not in allowed:
             raise UserError(f"optim.{field}={value!r}: choose one of {', '.join(allowed)}")
     gib, interval = options.max_stack_gib, options.stats_interval
-    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 < gib < math.inf:
+    if isinstance(gib, bool) or not isinstance(gib, Real) or not 0 < gib < math.inf:
         raise UserError(
             f"optim.max_stack_gib={gib!r}: must be a finite number above 0; the default is 2"
         )
-    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
+    if isinstance(interval, bool) or not isinstance(interval, Integral) or interval < 0:
         raise UserError(
             f"optim.stats_interval={interval!r}: must be a whole number of steps, 0 for never"
         )

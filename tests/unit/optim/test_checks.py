@@ -1,6 +1,7 @@
 import math
 from collections.abc import Generator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def test_hyperparameters_are_finite_numbers_of_at_least_zero(key, value) -> None
         check_numbers({**GROUP, key: value})
 
 
-@pytest.mark.parametrize("value", [0, 0.0, torch.tensor(0.5)], ids=repr)
+@pytest.mark.parametrize("value", [0, 0.0, torch.tensor(0.5), np.float32(0.5)], ids=repr)
 def test_zero_and_tensors_are_numbers(value) -> None:
     check_numbers({**GROUP, "lr": value, "mu": value, "weight_decay": value})
 

@@ -210,6 +210,14 @@ def test_settings_outlive_a_load_and_lr_comes_with_it() -> None:
     assert resumed.param_groups[0]["lr"] == 0.01
 
 
+def test_settings_are_those_of_construction_though_a_schedule_writes_into_tensors() -> None:
+    optimizer = build(tensors(), lr=torch.tensor(0.5))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    optimizer.reapply_settings()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_a_state_of_other_parameters_is_refused() -> None:
     named = tensors()
     state = build(named).state_dict()
