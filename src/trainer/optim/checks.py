@@ -148,20 +148,28 @@ def check_gradient(name: str, parameter: Tensor) -> None:
         )
 
 
-def check_flag(finite: Tensor | None) -> None:
-    """Check the flag that lets a step through, by its type alone.
+def check_flag(finite: Tensor | None, device: torch.device) -> None:
+    """Check the flag that lets a step through, without reading it.
+
+    Args:
+        finite: The flag; None: there is none.
+        device: Of the parameters, whose kernels read the flag by its address.
 
     Raises:
-        UserError: it is no 0-d bool tensor.
+        UserError: it is no 0-d bool tensor there.
     """
     if finite is None:
         return
-    if isinstance(finite, Tensor) and finite.dtype == torch.bool and finite.ndim == 0:
-        return
-    raise UserError(
-        f"finite={finite!r}: must be a bool tensor of no dim on the parameters' device, such as "
-        "loss.detach().isfinite(), or None"
-    )
+    is_flag = isinstance(finite, Tensor) and finite.dtype == torch.bool and finite.ndim == 0
+    if not is_flag:
+        raise UserError(
+            f"finite={finite!r}: must be a bool tensor of no dim on the parameters' device, such "
+            "as loss.detach().isfinite(), or None"
+        )
+    if finite.device != device:
+        raise UserError(
+            f"finite is on {finite.device}, the parameters are on {device}: move it there"
+        )
 
 
 def refuse_copy(optimizer: torch.optim.Optimizer) -> TypeError:

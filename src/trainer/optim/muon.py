@@ -209,7 +209,7 @@ class Muon(torch.optim.Optimizer):
 
         Collective: `plan.num_collectives()`, with `impl = "stacked"`; all ranks of the meshes.
         """
-        check_flag(finite)
+        check_flag(finite, self._device)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -39,7 +39,8 @@ class GatedOptimizer(torch.optim.Optimizer):
         specs, meshes = describe_parameters(named)
         self._presence = Presence(plan_agreements(specs), meshes, named)
         self._gate = FiniteGate()
-        self._timer = PhaseTimer(local(self._parameters[0]).device)
+        self._device = local(self._parameters[0]).device
+        self._timer = PhaseTimer(self._device)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = self._init_state(parameter, group)
@@ -68,7 +69,7 @@ class GatedOptimizer(torch.optim.Optimizer):
 
         Collective: the small all-reduces of `presence.py`; all ranks of the meshes.
         """
-        check_flag(finite)
+        check_flag(finite, self._device)
         loss = None
         if closure is not None:
             with torch.enable_grad():

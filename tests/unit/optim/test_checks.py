@@ -114,12 +114,17 @@ def test_parameters_have_memory_on_one_device() -> None:
 )
 def test_a_flag_of_another_type_is_refused_before_anything_moves(finite) -> None:
     with pytest.raises(UserError, match=r"finite=.*must be a bool tensor of no dim"):
-        check_flag(finite)
+        check_flag(finite, torch.device("cpu"))
+
+
+def test_a_flag_elsewhere_is_refused() -> None:
+    with pytest.raises(UserError, match="finite is on cpu, the parameters are on cuda:1"):
+        check_flag(torch.tensor(True), torch.device("cuda:1"))
 
 
 def test_a_flag_may_be_missing() -> None:
-    check_flag(None)
-    check_flag(torch.tensor(False))
+    check_flag(None, torch.device("cuda:1"))
+    check_flag(torch.tensor(False), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
