@@ -60,6 +60,8 @@ def tokenize_command(args: list[str]) -> None:
             "'trainer tokenize corpus/ shards/'"
         )
     source, folder = words.places
+    if source in ("", "hub:"):
+        raise UserError(f"SRC={source!r} names no source: give a file, a folder or hub:NAME")
     num_workers = _count("workers", words.options)
     shard_bytes = _count("shard-mib", words.options) << 20
     from trainer.data.shards.job import TokenizeRequest
@@ -94,7 +96,9 @@ def _parse_source(
             split=options["split"],
             column=options["column"],
         )
-    suffixes = tuple(options["suffixes"].split(","))
+    suffixes = tuple(filter(None, options["suffixes"].split(",")))
+    if not suffixes:
+        raise UserError(f"--suffixes {options['suffixes']!r}: names no suffix; write '.txt,.jsonl'")
     match options["on-bad-row"]:
         case "error" | "skip" as on_bad_row:
             return TextFilesSource(

@@ -8,11 +8,13 @@ from trainer.config.base import Bool, Count, NonNegativeFloat, OpenFraction, Pos
 from trainer.config.data import BatchConfig, IntervalConfig
 from trainer.config.sft import SupervisedConfig
 
+Word = Annotated[str, Field(min_length=1)]
+
 
 class SourceSection(Section):
     """What every source of a mix has."""
 
-    name: str | None = None
+    name: Word | None = None
     """Under which it is logged (`loss/<name>`); unset: from its path or hub name."""
     weight: PositiveFloat = 1.0
     """Relative share of the packs, exact at every moment to within one pack."""
@@ -30,8 +32,8 @@ class TextFilesSource(SourceSection):
     """Text or JSONL, plain or compressed, or Parquet: a file, or a folder of one of the three."""
 
     type: Literal["files"] = "files"
-    path: Annotated[str, Field(min_length=1)]
-    suffixes: Annotated[tuple[str, ...], Field(min_length=1)] = TEXT_SUFFIXES
+    path: Word
+    suffixes: Annotated[tuple[Word, ...], Field(min_length=1)] = TEXT_SUFFIXES
     """Files of a folder that are read, in any case of letters. Behind .gz and .zst lies what is
     packed; any suffix but .jsonl and .parquet is plain text."""
     column: str = "text"
@@ -53,7 +55,7 @@ class HubTextSource(SourceSection):
     """A data set on the Hugging Face hub, or a folder that `datasets` can load."""
 
     type: Literal["hub"] = "hub"
-    path: str
+    path: Word
     """Name on the hub, or a folder."""
     subset: str | None = None
     split: str = "train"
@@ -66,7 +68,7 @@ class TokensSource(SourceSection):
     """Token shards: a folder that `trainer tokenize` wrote."""
 
     type: Literal["tokens"] = "tokens"
-    path: str
+    path: Word
     verify: Bool = False
     """Read everything once before step 1 and compare checksums; sizes are always compared."""
 
@@ -115,7 +117,7 @@ class PretrainValConfig(IntervalConfig):
     that copies stay together."""
     max_packs: Count = 64
     """Packs evaluated per source."""
-    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    prompts: tuple[Word, ...] = ()
     """Continued before and after training."""
     max_new_tokens: Count = 128
     temperature: NonNegativeFloat = 0.8
