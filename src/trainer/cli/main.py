@@ -13,7 +13,6 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from trainer.cli import text
-from trainer.cli.interrupts import ended_by_signals
 from trainer.config import RLConfig, RunConfig, SFTConfig, dump_config, load_config
 from trainer.config.pretrain import PretrainConfig
 from trainer.errors import Interrupted, UserError
@@ -36,12 +35,6 @@ def main(argv: list[str] | None = None) -> int:
         the process with 1 and a traceback.
     """
     args = sys.argv[1:] if argv is None else argv
-    is_run = args[:1] in (["sft"], ["rl"], ["pretrain"])
-    with ended_by_signals() if argv is None and is_run else contextlib.nullcontext():
-        return _status(args)
-
-
-def _status(args: list[str]) -> int:
     seat = Seat(0, 1, 0)
     try:
         seat = read_seat()
