@@ -79,16 +79,22 @@ def report(config: RunConfig, world_size: int, gpu: GPU) -> str:
 
 
 def _take_options(args: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Part the plan's own options from the words of the config."""
+    """Part the plan's own options from the words of the config.
+
+    Raises:
+        UserError: an option without a value.
+    """
     own: dict[str, str] = {}
     rest: list[str] = []
     remaining = iter(args)
     for word in remaining:
         name, equals, value = word.removeprefix("--").replace("_", "-").partition("=")
-        if word.startswith("--") and name in names:
-            own[name] = value if equals else next(remaining, "")
-        else:
+        if not (word.startswith("--") and name in names):
             rest.append(word)
+            continue
+        own[name] = value if equals else next(remaining, "")
+        if not own[name] or own[name].startswith("--"):
+            raise UserError(f"--{name} is given without a value; see trainer plan --help")
     return own, rest
 
 

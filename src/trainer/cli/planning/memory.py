@@ -16,7 +16,7 @@ from trainer.model.architecture import QwenConfig
 from trainer.model.flops import is_moe_layer
 from trainer.optim.spec import ParameterSpec
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 USABLE = 0.92
 """Part of a GPU's memory that tensors may take: the rest is CUDA's, NCCL's and fragmentation."""
 
@@ -170,7 +170,7 @@ def _loss_moment(
     """Return the moment when all activations exist and the log-probs' backward runs."""
     gathered = ends.numel + (sum(layer.numel for layer in layers) if shape.keeps_gathered else 0)
     return Moment(
-        "the loss",
+        "the backward of the loss",
         gradients=held,
         gathered=gathered * shape.compute_bytes,
         reduced=waiting + _head_gradient_bytes(hf_config, shape),

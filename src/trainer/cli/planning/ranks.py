@@ -1,6 +1,7 @@
 """One rank of a planned run: its parameters, its optimizer state, its part in Muon's plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from trainer.config import RunConfig
 from trainer.config.optim import AdamWConfig, DionConfig, MuonConfig, SGDConfig
 from trainer.optim.bucketing import PlannedGroup, PlanOptions
 from trainer.optim.groups import group_of
-from trainer.optim.kernels.machine import assumed_machine
+from trainer.optim.kernels.machine import Machine, assumed_machine
 from trainer.optim.kernels.select import KernelChoice, choose_kernel
+from trainer.optim.kernels.syrk import MINIMUM_VERSION
 from trainer.optim.per_matrix_pricing import price_per_matrix
 from trainer.optim.pipeline import NS_DTYPES
 from trainer.optim.pipeline_memory import Passes
@@ -58,9 +60,30 @@ def plan_rank(config: RunConfig, specs: list[ParameterSpec], rank: int, gpu: GPU
             return RankPlan(rank, specs, num_local, 4 * num_local * (config.optim.momentum > 0))
 
 
+def _machine_with(gpu: GPU) -> Machine:
+    """Return a machine with that GPU and the packages of every kernel: the run will check."""
+    return replace(
+        assumed_machine(CAPABILITIES[gpu.name]),
+        find_version=lambda _: MINIMUM_VERSION,
+        import_module=_stand_in,
+    )
+
+
+def _stand_in(name: str) -> ModuleType:
+    """Return what a kernel's gate looks for in its package, as the newest release has it."""
+    module = ModuleType(name)
+
+    def batched_tsyrk_ex(a: object, c: object, *, alpha: float, beta: float, out: object) -> None:
+        raise AssertionError("kernels that are planned are never called")
+
+    vars(module).update(batched_tsyrk_ex=batched_tsyrk_ex, tsyrk_ex=batched_tsyrk_ex)
+    vars(module).update(HAS_TRITON_340=True)
+    return module
+
+
 def _plan_muon(config: MuonConfig, groups: list[PlannedGroup], gpu: GPU) -> tuple[Plan, Price]:
     """Plan and price with the kernels of a GPU that is not here."""
-    machine = assumed_machine(CAPABILITIES[gpu.name])
+    machine = _machine_with(gpu)
     kernels: list[KernelChoice] = []
 
     def choose_kernel_of(shape: tuple[int, int, int]) -> KernelChoice:

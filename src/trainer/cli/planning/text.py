@@ -6,8 +6,9 @@ from dataclasses import replace
 from statistics import fmean
 
 from trainer.cli.planning.activations import Shape
-from trainer.cli.planning.memory import GIB, USABLE, StepMemory, step_memory
+from trainer.cli.planning.memory import GIB, MIB, USABLE, StepMemory, step_memory
 from trainer.cli.planning.ranks import RankPlan
+from trainer.cli.planning.rollouts import with_rollouts
 from trainer.config import RLConfig, RunConfig, SupervisedConfig
 from trainer.config.optim import OptimConfig
 from trainer.model.architecture import QwenConfig
@@ -23,33 +24,42 @@ def memory_lines(
 ) -> list[str]:
     """Return the memory table over ranks, and what follows from it for a GPU."""
     shape = micro_batch_shape(config, world_size)
-    memories = [_memory_of(hf_config, rank, shape) for rank in ranks]
+
+    def count(rank: RankPlan, shape: Shape) -> StepMemory:
+        return _memory_of(config, hf_config, rank, shape, world_size)
+
+    memories = [count(rank, shape) for rank in ranks]
     rows: list[tuple[str, Callable[[StepMemory], int]]] = [
         ("weights (fp32)", lambda m: m.weights),
         ("optimizer state", lambda m: m.state),
-        ("gradients (fp32)", lambda m: m.worst.gradients),
-        ("gathered weights", lambda m: m.worst.gathered),
-        ("unsharded gradients", lambda m: m.worst.reduced),
-        ("activations", lambda m: m.worst.activations),
-        ("logits, dispatched rows", lambda m: m.worst.passing),
+        ("  gradients by then", lambda m: m.worst.gradients),
+        ("  gathered weights", lambda m: m.worst.gathered),
+        ("  unsharded gradients", lambda m: m.worst.reduced),
+        ("  activations", lambda m: m.worst.activations),
+        ("  logits, dispatched rows", lambda m: m.worst.passing),
         ("peak, forward and backward", lambda m: m.model_peak),
-        ("gradients (fp32)", lambda m: m.gradients),
-        ("optimizer temporaries", lambda m: m.optimizer),
+        ("  gradients (fp32)", lambda m: m.gradients),
+        ("  temporaries", lambda m: m.optimizer),
         ("peak, optimizer step", lambda m: m.optimizer_peak),
     ]
     recompute = "recomputed in the backward" if shape.is_checkpointed else "all kept"
+    fullest = max(memories, key=lambda memory: memory.peak)
+    name_of_unit, unit = ("GiB", GIB) if fullest.peak >= GIB else ("MiB", MIB)
     lines = [
-        f"memory a rank, GiB, {shape.num_packs} x {shape.seq_len} tokens, activations {recompute}"
-        " (routing taken as even)",
-        f"{'':28}{'min':>9}{'max':>9}{'mean':>9}",
+        f"memory a rank, {name_of_unit}, {shape.num_packs} x {shape.seq_len} tokens, "
+        f"activations {recompute} (routing taken as even)",
+        f"{'':28}{'min':>12}{'max':>12}{'mean':>12}",
     ]
     for name, of in rows:
-        values = [of(memory) / GIB for memory in memories]
-        lines.append(f"{name:28}{min(values):9.3f}{max(values):9.3f}{fmean(values):9.3f}")
-    fullest = max(memories, key=lambda memory: memory.peak)
-    lines.append(f"forward and backward peak in {fullest.worst.name}")
+        values = [of(memory) / unit for memory in memories]
+        lines.append(f"{name:28}{min(values):12.3f}{max(values):12.3f}{fmean(values):12.3f}")
+    lines.append(f"the peak of forward and backward is at {fullest.worst.name}")
     rank = ranks[memories.index(fullest)]
-    return [*lines, *_fit_lines(hf_config, rank, fullest, shape, gpu)]
+
+    def peak_of_packs(num_packs: int) -> int:
+        return count(rank, replace(shape, num_packs=num_packs)).peak
+
+    return [*lines, *_fit_lines(fullest, peak_of_packs, gpu)]
 
 
 def micro_batch_shape(config: RunConfig, world_size: int) -> Shape:
@@ -72,8 +82,10 @@ def micro_batch_shape(config: RunConfig, world_size: int) -> Shape:
     )
 
 
-def _memory_of(hf_config: QwenConfig, rank: RankPlan, shape: Shape) -> StepMemory:
-    return step_memory(
+def _memory_of(
+    config: RunConfig, hf_config: QwenConfig, rank: RankPlan, shape: Shape, world_size: int
+) -> StepMemory:
+    memory = step_memory(
         hf_config,
         rank.specs,
         shape,
@@ -81,22 +93,26 @@ def _memory_of(hf_config: QwenConfig, rank: RankPlan, shape: Shape) -> StepMemor
         state_bytes=rank.state_bytes,
         optimizer_bytes=rank.price.temporary_bytes if rank.price else 0,
     )
+    if isinstance(config, RLConfig):
+        return with_rollouts(memory, config, hf_config, rank.specs, shape, world_size)
+    return memory
 
 
-def _fit_lines(
-    hf_config: QwenConfig, rank: RankPlan, memory: StepMemory, shape: Shape, gpu: GPU
-) -> list[str]:
+def _fit_lines(memory: StepMemory, peak_of_packs: Callable[[int], int], gpu: GPU) -> list[str]:
+    """Say whether a rank fits, and the largest micro-batch that does.
+
+    Args:
+        memory: Of the fullest rank.
+        peak_of_packs: Its peak with that many packs a forward.
+        gpu: What it would have.
+    """
     capacity = gpu.memory_gib * USABLE * GIB
     verdict = "fits" if memory.peak <= capacity else "does not fit"
     lines = [
-        f"{verdict} {gpu.name.upper()}: {memory.peak / GIB:.1f} of {gpu.memory_gib:.0f} GiB, of "
+        f"{verdict} {gpu.name.upper()}: {memory.peak / GIB:.3g} of {gpu.memory_gib:.0f} GiB, of "
         f"which {USABLE:.0%} are counted on"
     ]
-    largest = largest_fitting(
-        lambda num_packs: (
-            _memory_of(hf_config, rank, replace(shape, num_packs=num_packs)).peak <= capacity
-        )
-    )
+    largest = largest_fitting(lambda num_packs: peak_of_packs(num_packs) <= capacity)
     lines.append(
         f"largest data.micro_batch_size that fits: {largest}"
         if largest
@@ -118,20 +134,26 @@ def optimizer_lines(optim: OptimConfig, ranks: list[RankPlan], gpu: GPU) -> list
     """Return the routing table and the price of a step."""
     first = ranks[0]
     if first.plan is None or first.price is None:
-        return [f"optimizer: {optim.type}, elementwise on each rank's shards, no exchange"]
+        return [_unplanned_line(optim)]
     prices = [rank.price for rank in ranks if rank.price is not None]
     lines = [
         routing_table(first.plan, grouped=True),
         "",
         "optimizer step a rank, the most over ranks",
-        f"  Newton-Schulz     {max(p.flops for p in prices) / 1e12:.3f} TFLOP",
+        f"  Newton-Schulz     {max(p.flops for p in prices) / 1e12:.4g} TFLOP",
         f"  exchanges         {max(p.num_collectives for p in prices)} collectives",
     ]
     axes = sorted({axis for p in prices for axis in p.sent_bytes})
     for axis in axes:
         sent = max(p.sent_bytes.get(axis, 0) for p in prices) / GIB
-        lines.append(f"  sent over {axis}: {sent:.3f} GiB")
+        lines.append(f"  sent over {axis}: {sent:.3g} GiB")
     return [*lines, *_time_lines(prices, gpu)]
+
+
+def _unplanned_line(optim: OptimConfig) -> str:
+    if optim.type == "dion":
+        return "optimizer: dion, whose exchange, time and temporaries are not counted"
+    return f"optimizer: {optim.type}, elementwise on each rank's shards, no exchange"
 
 
 def _time_lines(prices: list[Price], gpu: GPU) -> list[str]:

@@ -26,6 +26,7 @@ def test_plan_names_route_kernel_exchange_and_memory(tmp_path, capsys):
         "stack split over ep",
         "float32 has no symmetric kernel",
         "peak, optimizer step",
+        "the peak of forward and backward is at",
         "fits H200",
         "largest data.micro_batch_size",
         "Newton-Schulz",
@@ -54,7 +55,7 @@ def test_plan_of_other_optimizers(tmp_path, capsys, optim):
 def test_more_activations_with_more_packs(tmp_path, capsys):
     def activations(*flags: str) -> float:
         lines = planned(tmp_path, capsys, "--data.seq-len", "2048", *flags).splitlines()
-        return float(next(line for line in lines if line.startswith("activations")).split()[1])
+        return float(next(line for line in lines if "activations  " in line).split()[1])
 
     one, two = activations(), activations("--data.micro-batch-size", "2")
     # Printed to the third place.
@@ -67,6 +68,8 @@ def test_more_activations_with_more_packs(tmp_path, capsys):
     [
         (["--world-size", "x"], "--world-size x: must be a number of ranks"),
         (["--world-size", "3", "--parallel.dp-replicate", "2"], "parallel.dp_replicate=2"),
+        (["--world-size"], "--world-size is given without a value"),
+        (["--gpu", "--world-size", "2"], "--gpu is given without a value"),
         (["--gpu", "tpu"], "--gpu tpu: not known; choose one of h200"),
         (["--optim.kernel", "syrk"], 'optim.kernel="syrk"'),
         (["--world-siz", "3"], "world_siz"),
@@ -77,3 +80,21 @@ def test_refused(tmp_path, capsys, flags, part):
     _, *words = write_tiny_run(tmp_path)
     assert main(["plan", "sft", *words, *flags]) == 2
     assert part in capsys.readouterr().err
+
+
+def test_kernels_by_name_are_planned_without_their_packages(tmp_path, capsys):
+    # Its rows and columns are multiples of 8, those of four experts' router are not.
+    shapes = ["--model.architecture.num-experts", "8", "--optim.ns-dtype", "bfloat16"]
+    text = planned(tmp_path, capsys, "--optim.kernel", "syrk", *shapes)
+    assert "syrk (asked for)" in text
+
+
+def test_the_reference_implementation_does_all_work_on_every_rank(tmp_path, capsys):
+    def flops(*flags: str) -> float:
+        text = planned(tmp_path, capsys, "--model.architecture.hidden-size", "512", *flags)
+        line = next(line for line in text.splitlines() if "Newton-Schulz" in line)
+        return float(line.split()[1])
+
+    reference = flops("--optim.impl", "per_matrix", "--world-size", "4")
+    assert reference == flops("--world-size", "1")
+    assert reference > 2 * flops("--world-size", "4")
