@@ -22,14 +22,16 @@ def draw_comparison(record: dict[str, Any], out: Path) -> None:
             for seed, curve in enumerate(runs):
                 label = f"{name}, lr {record['best_lr'][name]}" if seed == 0 else None
                 axes.plot(
-                    curve[f"val_{axis}"],
+                    _places(record, name, curve, axis),
                     curve["val_loss"],
                     "o-",
                     ms=3,
                     color=COLORS[name],
                     label=label,
                 )
-        axes.set_xlabel("tokens" if axis == "tokens" else "seconds in steps, one CPU thread")
+        axes.set_xlabel(
+            "tokens" if axis == "tokens" else "seconds in undisturbed steps, one CPU thread"
+        )
         axes.set_ylabel("validation loss (nats a byte)")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -74,17 +76,15 @@ def _comparison(record: dict[str, Any]) -> list[str]:
     ]
     goal = statistics.mean(curve["val_loss"][-1] for curve in record["compared"]["adamw"])
     for name, runs in record["compared"].items():
-        step = statistics.median(c["seconds"][-1] / len(c["seconds"]) for c in runs)
-        optimizer = statistics.median(t for c in runs for t in c["optimizer_seconds"])
         cells = [
             name,
             str(record["best_lr"][name]),
             _spread([curve["val_loss"][-1] for curve in runs]),
             _spread([curve["val_bits_per_byte"][-1] for curve in runs]),
-            f"{step:.3f}",
-            f"{optimizer:.3f}",
-            _reached(runs, "tokens", goal),
-            _reached(runs, "seconds", goal),
+            f"{record['step_seconds'][name]:.3f}",
+            f"{record['optimizer_seconds'][name]:.3f}",
+            _reached(record, name, "tokens", goal),
+            _reached(record, name, "seconds", goal),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -103,15 +103,15 @@ def _tuning(record: dict[str, Any]) -> list[str]:
 
 def _overlay(record: dict[str, Any]) -> list[str]:
     lines = [
-        "| same run, computed as | mean distance of its loss a step | greatest |",
+        "| same run, computed as | greatest distance of its loss, steps 1 to 10 | of all steps |",
         "|---|---|---|",
     ]
     for group, curves in record["overlaid"].items():
         reference = next(iter(curves.values()))
         for name, losses in curves.items():
             apart = _apart(losses, reference)
-            cells = [f"{group}: {name}", f"{statistics.mean(apart):.1e}", f"{max(apart):.1e}"]
-            lines.append("| " + " | ".join(cells) + f" of {len(losses)} steps |")
+            cells = [f"{group}: {name}", f"{max(apart[:10]):.1e}", f"{max(apart):.1e}"]
+            lines.append("| " + " | ".join(cells) + f" of {len(losses)} |")
     return lines
 
 
@@ -125,17 +125,26 @@ def _spread(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
 
 
-def _reached(runs: Sequence[dict[str, Any]], axis: str, goal: float) -> str:
+def _places(record: dict[str, Any], name: str, curve: dict[str, Any], axis: str) -> list[float]:
+    """Return where on an axis a run was evaluated; seconds are of undisturbed steps."""
+    if axis == "tokens":
+        return curve["val_tokens"]
+    return [step * record["step_seconds"][name] for step in curve["val_steps"]]
+
+
+def _reached(record: dict[str, Any], name: str, axis: str, goal: float) -> str:
     """Return the median of where validation loss meets the goal, linear between evaluations."""
-    places = [place for curve in runs if (place := _crossing(curve, axis, goal)) is not None]
+    runs = record["compared"][name]
+    crossings = (_crossing(_places(record, name, c, axis), c["val_loss"], goal) for c in runs)
+    places = [place for place in crossings if place is not None]
     if len(places) < len(runs):
         return f"{len(places)} of {len(runs)} runs do"
     unit = "" if axis == "tokens" else " s"
     return f"{statistics.median(places):,.0f}{unit}"
 
 
-def _crossing(curve: dict[str, Any], axis: str, goal: float) -> float | None:
-    points = list(zip(curve[f"val_{axis}"], curve["val_loss"], strict=True))
+def _crossing(places: Sequence[float], losses: Sequence[float], goal: float) -> float | None:
+    points = list(zip(places, losses, strict=True))
     for (x0, y0), (x1, y1) in pairwise(points):
         if y1 <= goal:
             return x0 + (x1 - x0) * min(1.0, max(0.0, (y0 - goal) / (y0 - y1)))
