@@ -6,7 +6,12 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
+from tests.support.sharding import distribute
+from tests.support.threads import run_threads
+from trainer.errors import UserError
 from trainer.optim import Muon, MuonOptions, newton_schulz
 
 pytestmark = pytest.mark.dion
@@ -162,3 +167,32 @@ def test_the_real_dion_runs_behind_our_interface(dion_muon) -> None:
     assert optimizer.settle()
     assert not torch.equal(named[0][1], before)
     assert optimizer.phase_times()() == optimizer.timings() == {}
+
+
+def same_shapes():
+    return [("a", nn.Parameter(torch.ones(4, 6))), ("b", nn.Parameter(torch.ones(4, 6)))]
+
+
+def sharded_kernel():
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+    return [("a", nn.Parameter(distribute(torch.ones(8, 3, 2, 2), mesh, (Shard(0),))))]
+
+
+def build_flattened(make):
+    from trainer.config.optim import DionConfig
+    from trainer.optim.setup import setup_optimizer
+
+    setup_optimizer(DionConfig(flatten=True), make())
+
+
+def refusal(make) -> str:
+    with pytest.raises(UserError) as error:
+        build_flattened(make)
+    return str(error.value)
+
+
+def test_flattening_that_dion_gets_wrong_is_refused(dion_muon) -> None:
+    assert "parameter b [4, 6] has the shape of a" in refusal(same_shapes)
+    (message,) = run_threads(1, refusal, sharded_kernel)
+    assert "parameter a [8, 3, 2, 2] is sharded" in message
+    build_flattened(lambda: same_shapes()[:1])

@@ -10,11 +10,14 @@ from typing import Any, Self
 import torch
 from dion import Muon as _DionMuon  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.config.optim import DionConfig
 from trainer.errors import UserError
-from trainer.optim.groups import parse_groups
+from trainer.optim.checks import check_flag
+from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.spec import ParameterSpec, describe_parameters
+from trainer.optim.state import local
 
 
 class DionMuon(_DionMuon):
@@ -38,12 +41,11 @@ class DionMuon(_DionMuon):
             UserError: a placement that dion does not handle.
         """
         named = parse_groups(groups)
-        specs, meshes = describe_parameters(
-            pair
-            for group in named
-            if group.settings["algorithm"] == "muon"
-            for pair in group.named_parameters
-        )
+        muon = [group for group in named if group.settings["algorithm"] == "muon"]
+        for group in muon:
+            if group.settings["flatten"]:
+                _check_flattened(group)
+        specs, meshes = describe_parameters(pair for g in muon for pair in g.named_parameters)
         places = {axis for spec in specs for axis in [_cut_axis(spec)] if axis is not None}
         submeshes = {(meshes[mesh_spec], axis) for mesh_spec, axis in places}
         if len(submeshes) > 1:
@@ -77,6 +79,7 @@ class DionMuon(_DionMuon):
         self, closure: Callable[[], float] | None = None, *, finite: Tensor | None = None
     ) -> float | None:
         """Step unless `finite` is False; dion has no gate, so the flag is read here and now."""
+        check_flag(finite, local(self.param_groups[0]["params"][0]).device)
         self._was_applied = finite is None or bool(finite)
         return super().step(closure) if self._was_applied else None
 
@@ -91,6 +94,25 @@ class DionMuon(_DionMuon):
     def timings(self) -> dict[str, float]:
         """Return nothing: dion does not time its phases."""
         return {}
+
+
+def _check_flattened(group: NamedGroup) -> None:
+    """Refuse what dion stacks before it flattens, so that it takes a whole stack for one matrix.
+
+    Of 0a059a4, `muon_update_newton_schulz`: parameters of one shape, and sharded ones, come to it
+    stacked. Delete when dion flattens first.
+    """
+    first: dict[tuple[int, ...], str] = {}
+    for name, parameter in group.named_parameters:
+        shape = tuple(parameter.shape)
+        other = first.setdefault(shape, name)
+        if other != name or isinstance(parameter, DTensor):
+            why = f"has the shape of {other}" if other != name else "is sharded"
+            raise UserError(
+                f"optim.type='dion' with optim.flatten=true: parameter {name} {list(shape)} {why}, "
+                "and dion would flatten them as one matrix; set optim.flatten=false or "
+                "optim.type='muon'"
+            )
 
 
 def _cut_axis(spec: ParameterSpec) -> Any:
