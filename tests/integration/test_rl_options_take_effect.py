@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,45 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {"optim": {"type": "adamw", "lr": 0.001}},
     "a dense network": {"model": {"architecture": dense_architecture(vocab_size=320)}},
 }
+
+
+DIFFERING = {
+    "other rows": {"source": {"type": "function", "path": f"{__name__}:rows_by_rank"}},
+    "more rows": {"source": {"type": "function", "path": f"{__name__}:num_rows_by_rank"}},
+    "a reward that fails": {
+        "rewards": [{"type": "function", "path": f"{__name__}:failing_on_rank_1"}],
+        "on_reward_error": "error",
+    },
+}
+"""Environments that are not the same on both ranks: neither may wait for the other."""
+
+
+def rows_by_rank() -> list[dict[str, Any]]:
+    first = int(os.environ["RANK"])
+    return [{"question": f"{i + first}?", "answer": 1} for i in range(20)]
+
+
+def num_rows_by_rank() -> list[dict[str, Any]]:
+    return [{"question": f"{i}?", "answer": 1} for i in range(20 + 5 * int(os.environ["RANK"]))]
+
+
+def failing_on_rank_1(sample: Any) -> float:
+    return 1 / (1 - int(os.environ["RANK"]))
+
+
+def run_differing(folder: str) -> list[str]:
+    from trainer.errors import UserError
+    from trainer.loops.rl import run_rl
+    from trainer.parallel import world
+
+    world.close_world = lambda: None
+    messages = []
+    for name, changes in DIFFERING.items():
+        env = {"rewards": [PART_ASCII]} | changes
+        with pytest.raises(UserError) as caught:
+            run_rl(rl_config(Path(folder) / name, env=env, val={"source": None, "fraction": 0.2}))
+        messages.append(str(caught.value))
+    return messages
 
 
 def run_variants(folder: str) -> None:
@@ -54,6 +94,15 @@ def test_every_variant_trains(metrics, name):
     assert math.isfinite(line["loss/mean"])
     assert line["optim/skipped_steps"] == 0
     assert line["progress/trained_tokens"] > 0 or name == "all truncated and masked"
+
+
+def test_an_environment_that_differs_by_rank_ends_all_ranks(tmp_path):
+    first, second = run_ranks(2, run_differing, str(tmp_path), timeout_s=200)
+    assert first == second
+    other_rows, more_rows, failing = first
+    assert "the ranks hold different prompts" in other_rows
+    assert "the ranks hold different prompts" in more_rows
+    assert "rank 1: reward 'failing_on_rank_1' failed on" in failing
 
 
 def test_variants_show_in_the_metrics(metrics):

@@ -1,4 +1,4 @@
-"""Four ranks, with and without expert parallelism, sample and earn what one process does."""
+"""Three and four ranks, with and without ep, sample and earn what one process does."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,8 @@ pytestmark = pytest.mark.distributed
 
 SPLITS = {
     "4 shards, ep 2": {"dp_shard": 4, "ep": 2},
-    "2 replicas of 2 shards": {"dp_replicate": 2, "dp_shard": 2},
+    "2 replicas of 2 shards, ep 2": {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    "3 shards": {"dp_shard": 3},
 }
 # Five prompts over four ranks: some ranks have none of their own in a round.
 CHANGES = {
@@ -45,7 +46,8 @@ def single(tmp_path_factory):
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS.keys())
 def test_samples_and_rewards_do_not_depend_on_ranks(single, tmp_path, split):
-    run_ranks(4, run_split, str(tmp_path), split, timeout_s=240)
+    world_size = split["dp_shard"] * split.get("dp_replicate", 1)
+    run_ranks(world_size, run_split, str(tmp_path), split, timeout_s=240)
     expected, expected_metrics = single
     rollouts, metrics = read(tmp_path)
     assert len({rollout["reward"] for rollout in rollouts}) > 2
