@@ -143,6 +143,7 @@ def evaluate(
     metrics = {
         "val/pass_rate": pass_rate,
         "val/reward": fmean(rollout.reward for rollout in answers),
+        "val/errors": sum(rollout.num_errors for rollout in answers),
         "time/evaluate": time.perf_counter() - began,
     }
     for name in answers[0].scores:
