@@ -44,13 +44,14 @@ class MetricsWriter:
         *,
         resume_step: int | None = None,
     ) -> None:
+        # First, so that a run which wandb refuses leaves the record as it was.
+        self._wandb = _start_wandb(folder, config, run_config) if config.enabled else None
         self.path = folder / "metrics.jsonl"
         if resume_step is None:
             self.path.write_text("")
         else:
             cut_after(self.path, resume_step)
         self._file = self.path.open("a")
-        self._wandb = _start_wandb(folder, config, run_config) if config.enabled else None
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Record one step; a value that is not finite is written as null."""
@@ -136,10 +137,10 @@ def _start_wandb(folder: Path, config: WandbConfig, run_config: Mapping[str, Any
             mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
         )
-    except wandb.Error as error:
+    except (wandb.Error, ValueError) as error:
         raise UserError(
-            f"wandb.project={config.project!r}: wandb refused the run ({error}); "
-            "log in again, correct [wandb], or set wandb.enabled = false"
+            f"wandb.project={config.project!r}, wandb.tags={list(config.tags)}: wandb refused the "
+            f"run ({error}); log in again, correct [wandb], or set wandb.enabled = false"
         ) from error
     run.define_metric("step")
     run.define_metric("*", step_metric="step")

@@ -24,11 +24,17 @@ def read_seat() -> Seat:
     """Read what torchrun (or SLURM with the same variables) set; without a launcher, the only seat.
 
     Raises:
-        UserError: a variable is missing or not a number.
+        UserError: a variable is missing or not a number, or they contradict each other.
     """
     if "RANK" not in os.environ:
         return Seat(0, 1, 0)
-    return Seat(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK"))
+    seat = Seat(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK"))
+    if seat.rank >= seat.size:
+        raise UserError(
+            f"RANK={seat.rank} and WORLD_SIZE={seat.size} in the environment: ranks are counted "
+            "from 0 and below WORLD_SIZE; launch with torchrun, or correct them"
+        )
+    return seat
 
 
 def _number(name: str) -> int:

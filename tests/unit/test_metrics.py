@@ -4,6 +4,7 @@ import pytest
 import wandb
 
 from trainer.config.run import WandbConfig
+from trainer.errors import UserError
 from trainer.metrics import MetricsWriter
 
 
@@ -86,6 +87,13 @@ def test_every_field_of_the_section_reaches_wandb(tmp_path, monkeypatch):
     MetricsWriter(tmp_path, config, {"seed": 1}).close()
     wanted = {"project": "p", "entity": "e", "name": "n", "tags": ["a", "b"], "config": {"seed": 1}}
     assert {key: asked[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("wrong", [{"project": "a/b"}, {"tags": ("x" * 99,)}], ids=["name", "tag"])
+def test_what_wandb_refuses_is_a_users_error(tmp_path, monkeypatch, wrong):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(UserError, match="wandb refused the run"):
+        MetricsWriter(tmp_path, WandbConfig(**wrong), {})
 
 
 def test_wandb_is_left_alone_when_it_is_not_enabled(tmp_path, monkeypatch):

@@ -53,19 +53,29 @@ def export_checkpoint(
             f"checkpoint={checkpoint} is no complete checkpoint: give a folder "
             "checkpoints/step_N of a run"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"out={out} exists and is not an empty folder: choose another")
-    check_files(checkpoint, read_manifest(checkpoint))
-    index = read_index(checkpoint)
-    check_tensors_alone(checkpoint, index, MODEL)
+    _start(out)
     try:
-        start_folder(out)
+        check_files(checkpoint, read_manifest(checkpoint))
+        index = read_index(checkpoint)
+        check_tensors_alone(checkpoint, index, MODEL)
         _write_weights(checkpoint, index, beside(out), target, max_shard_gib)
         _copy_companions(checkpoint / HF_FOLDER, beside(out), dtype)
         publish(out)
     except (OSError, ValueError, SafetensorError) as failure:
         shutil.rmtree(beside(out), ignore_errors=True)
+        if isinstance(failure, UserError):
+            raise
         raise RuntimeError(f"weights were not written to {out}: {failure}") from failure
+
+
+def _start(out: Path) -> None:
+    """Make the folder to write in, or refuse a place that holds something or can hold no folder."""
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise FileExistsError("it exists and is not an empty folder")
+        start_folder(out)
+    except (OSError, ValueError) as error:
+        raise UserError(f"out={str(out)!r} cannot be written ({error}): choose another") from error
 
 
 def _write_weights(

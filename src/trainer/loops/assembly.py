@@ -134,9 +134,7 @@ def _open_record(
 
     def open_on_first() -> None:
         config = run.config
-        write_config(config, resumed=saved is not None)
-        plan = describe_plan(run.step.optimizer)
-        (run.folder / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
+        run.folder.mkdir(parents=True, exist_ok=True)
         resume_step = None if saved is None else run.progress.step
         writer = MetricsWriter(
             run.folder,
@@ -145,6 +143,10 @@ def _open_record(
             resume_step=resume_step,
         )
         run.writer = stack.enter_context(writer)
+        # After wandb may have refused: the folder of a refused run is free.
+        write_config(config, resumed=saved is not None)
+        plan = describe_plan(run.step.optimizer)
+        (run.folder / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
         if saved is not None and saved["metrics"]:  # none before the first step
             run.writer.restore(run.progress.step, saved["metrics"])
         run.display = stack.enter_context(Display(config.max_steps, run.progress.step, kind))

@@ -121,7 +121,7 @@ def speaks_for_all(patience: timedelta) -> bool:
         patience: How long to wait for rank 0.
     """
     place = read_seat()
-    if place.size == 1 or "MASTER_ADDR" not in os.environ:
+    if place.size == 1 or _missing_address():
         return place.rank == 0
     try:
         store = dist.PrefixStore("spokesman", _rendezvous(place))
@@ -140,7 +140,7 @@ def another_has_spoken() -> bool:
     What this rank then runs into, such as a collective that fails, is an echo of that.
     """
     place = read_seat()
-    if place.size == 1 or "MASTER_ADDR" not in os.environ:
+    if place.size == 1 or _missing_address():
         return False
     try:
         return dist.PrefixStore("spokesman", _rendezvous(place)).check(["speaker"])
@@ -151,7 +151,7 @@ def another_has_spoken() -> bool:
 def announce_failed_start(message: str) -> None:
     """Tell ranks that wait in `init_world` that this one will not come, and why."""
     place = read_seat()
-    if place.size > 1 and "MASTER_ADDR" in os.environ:
+    if place.size > 1 and not _missing_address():
         store = dist.PrefixStore("start", _rendezvous(place))
         store.set(str(place.rank), message)
 
@@ -186,9 +186,24 @@ def _start_group(config: ParallelConfig, place: Seat, device: torch.device) -> d
     return store
 
 
+def _missing_address() -> str:
+    """Return which variable of the meeting place of all ranks is not set; empty if none."""
+    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    return " and ".join(unset)
+
+
 @functools.cache
 def _rendezvous(place: Seat) -> dist.Store:
-    """Return the launcher's store; one connection serves the process for all its life."""
+    """Return the launcher's store; one connection serves the process for all its life.
+
+    Raises:
+        UserError: the environment does not say where it is.
+    """
+    if missing := _missing_address():
+        raise UserError(
+            f"{missing} is not set in the environment, and WORLD_SIZE={place.size} ranks must meet "
+            "there; launch with torchrun, or set it to that of rank 0"
+        )
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=START_TIMEOUT))
     return store
 

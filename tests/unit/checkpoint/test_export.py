@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,25 @@ def test_folder_that_holds_something_is_refused(saved: Path, tmp_path: Path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UserError, match="exists and is not an empty folder"):
         export_checkpoint(saved / "checkpoints" / "step_3", tmp_path)
+
+
+@pytest.mark.parametrize("place", ["file/out", "/proc/out", "x" * 300, "a\0b"])
+def test_a_place_that_can_hold_no_folder_is_refused(saved: Path, tmp_path: Path, place: str):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"out='.*' cannot be written .*: choose another"):
+        export_checkpoint(saved / "checkpoints" / "step_3", tmp_path / place)
+
+
+def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(saved: Path, tmp_path: Path):
+    checkpoint = tmp_path / "step_3"
+    shutil.copytree(saved / "checkpoints" / "step_3", checkpoint)
+    path = next(checkpoint.glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    content[5000] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(UserError, match=r"step_3 is damaged: the checksums of model\."):
+        export_checkpoint(checkpoint, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [checkpoint]
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_4"])

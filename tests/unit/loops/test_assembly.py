@@ -80,3 +80,13 @@ def test_an_interval_of_validation_without_rows_is_named(
 ) -> None:
     assert main([*write_tiny_run(tmp_path), "--max-steps", "1", "--val.interval", "1"]) == 0
     assert "val.interval=1: neither val.source nor val.fraction" in capsys.readouterr().out
+
+
+def test_a_run_that_wandb_refused_can_be_launched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = [*write_tiny_run(tmp_path), "--max-steps", "1"]
+    assert main([*words, "--wandb.enabled", "--wandb.project", "a/b"]) == 2
+    assert "wandb.project='a/b'" in capsys.readouterr().err
+    assert main(words) == 0

@@ -80,6 +80,24 @@ def test_seat_without_a_launcher_is_the_only_one(monkeypatch):
     assert read_seat() == Seat(0, 1, 0)
 
 
+@pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("0", "0")])
+def test_seat_outside_the_world_is_refused(monkeypatch, rank, size):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"RANK={rank} and WORLD_SIZE={size}"):
+        read_seat()
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_ranks_without_a_place_to_meet_are_refused(monkeypatch, missing):
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | address).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(UserError, match=f"{missing} is not set .* WORLD_SIZE=2"):
+        init_world(ParallelConfig(device="cpu"))
+
+
 def test_seat_with_a_variable_missing_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
