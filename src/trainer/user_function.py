@@ -21,7 +21,8 @@ def load_function(path: str, field: str) -> Callable[..., Any]:
         field: What it is called there.
 
     Raises:
-        UserError: there is no such module or function, or importing the module fails.
+        UserError: there is no such module or function, importing the module fails, or the function
+            is async.
     """
     module_name, _, name = path.partition(":")
     if "" not in sys.path:
@@ -39,6 +40,10 @@ def load_function(path: str, field: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(
             f"{field}={path!r}: {module_name!r} has no function {name!r}; correct the path"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise UserError(
+            f"{field}={path!r} is async, and nothing here awaits it: make it an ordinary function"
         )
     return function
 

@@ -34,6 +34,12 @@ def test_a_function_that_is_not_there_is_refused(path, message):
         load_function(path, "here.path")
 
 
+def test_an_async_function_is_refused(folder):
+    (folder / "async_module.py").write_text("async def score(sample):\n    return 1.0\n")
+    with pytest.raises(UserError, match="'async_module:score' is async"):
+        load_function("async_module:score", "env.rewards.path")
+
+
 def two_arguments(given, limit=3):
     return given, limit
 

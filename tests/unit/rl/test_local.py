@@ -138,3 +138,20 @@ def test_completions_carry_the_version_that_was_pushed(model):
     engine.push_weights(7)
     ((completion,),) = engine.generate(requests_for(PROMPTS[:1], 1), SAMPLING)
     assert completion.version == engine.weights_version() == 7
+
+
+def test_sampling_is_given_up_before_a_batch_and_leaves_the_model_as_it_was(model):
+    asked = []
+
+    def before_batch():
+        asked.append(None)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+
+    engine = make_engine(model, batch_size=3)
+    engine.generate(requests_for(PROMPTS[:2]), SAMPLING, before_batch)
+    assert len(asked) == 2
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests_for(PROMPTS), SAMPLING, before_batch)
+    assert model.training
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
