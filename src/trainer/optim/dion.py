@@ -4,19 +4,20 @@ Owns its adaptation to our optimizers' interface. Its kernels and placements are
 would silently get wrong is refused here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 from dion import Muon as _DionMuon  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer.config.optim import DionConfig
 from trainer.errors import UserError
 from trainer.optim.checks import check_flag
 from trainer.optim.groups import NamedGroup, parse_groups
-from trainer.optim.spec import ParameterSpec, describe_parameters
+from trainer.optim.spec import MeshSpec, ParameterSpec, describe_parameters
 from trainer.optim.state import local
 
 
@@ -46,14 +47,7 @@ class DionMuon(_DionMuon):
             if group.settings["flatten"]:
                 _check_flattened(group)
         specs, meshes = describe_parameters(pair for g in muon for pair in g.named_parameters)
-        places = {axis for spec in specs for axis in [_cut_axis(spec)] if axis is not None}
-        submeshes = {(meshes[mesh_spec], axis) for mesh_spec, axis in places}
-        if len(submeshes) > 1:
-            raise UserError(
-                "optim.type='dion': matrices are sharded over several mesh axes and dion "
-                "exchanges over one; set optim.type='muon' or change parallel"
-            )
-        axis_mesh = next((m[m.mesh_dim_names[a]] for m, a in submeshes if m.mesh_dim_names), None)
+        axis_mesh = _axis_mesh(specs, meshes)
         return cls(
             [group.as_param_group() for group in named],
             distributed_mesh=axis_mesh,
@@ -94,6 +88,38 @@ class DionMuon(_DionMuon):
     def timings(self) -> dict[str, float]:
         """Return nothing: dion does not time its phases."""
         return {}
+
+
+def _axis_mesh(
+    specs: Sequence[ParameterSpec], meshes: dict[MeshSpec, DeviceMesh]
+) -> DeviceMesh | None:
+    """Return the one axis that dion exchanges over; None: all parameters are plain tensors.
+
+    Where no matrix is cut, dion still asks for a mesh: over the longest axis it shares whole
+    matrices out, which every rank of it holds.
+    """
+    axes = {axis for spec in specs for axis in [_cut_axis(spec)] if axis is not None}
+    submeshes = {(meshes[mesh_spec], axis) for mesh_spec, axis in axes}
+    if len(submeshes) > 1:
+        raise UserError(
+            "optim.type='dion': matrices are sharded over several mesh axes and dion "
+            "exchanges over one; set optim.type='muon' or change parallel"
+        )
+    for spec in specs:
+        if spec.mesh is not None and not submeshes:
+            submeshes = {(meshes[spec.mesh], spec.mesh.sizes.index(max(spec.mesh.sizes)))}
+    for mesh, axis in submeshes:
+        return mesh if mesh.ndim == 1 else _slice(mesh, axis)
+    return None
+
+
+def _slice(mesh: DeviceMesh, axis: int) -> DeviceMesh:
+    if mesh.mesh_dim_names is None:
+        raise UserError(
+            "optim.type='dion': parameters lie on a mesh of several axes without names; give "
+            "mesh_dim_names, or set optim.type='muon'"
+        )
+    return mesh[mesh.mesh_dim_names[axis]]
 
 
 def _check_flattened(group: NamedGroup) -> None:
