@@ -150,7 +150,7 @@ def _allowed(
         older = older.get(key) if isinstance(older, dict) else None
         following = keys[position + 1]
         classes = schema.variants(info.annotation)
-        if following == schema.TAG and schema.TAG in next(iter(classes.values())).model_fields:
+        if following == schema.TAG and any(classes):
             return [schema.Kind(Literal[tuple(classes)])]
         path = ".".join(keys[: position + 1])
         tag = tags.get(path) or _older_tag(older) or schema.default_tag(info)

@@ -327,6 +327,8 @@ def test_text_in_a_free_table_of_a_file_stays_text(load):
         (["--optim.lr", " 1"], ["optim.lr=' 1'", "a finite number"]),
         (["--optim.lr", "\u0661"], ["optim.lr='\u0661'", "a finite number"]),
         (["--optim..lr", "1"], ["--optim..lr: a name is missing"]),
+        (["--seed.type", "x"], ["seed={'type': 'x'}", "an integer"]),
+        (["--wandb.type", "x"], ["wandb.type='x': unknown key"]),
         (["@", ""], ["'@' names no file"]),
         (["--wandb", '{"name": "a", "name": "b"}'], ["'name' is given twice"]),
         (["--seed", str(2**32)], ["seed=4294967296", "at most 4294967295"]),
