@@ -4,10 +4,11 @@
     python -m scripts.study.optimizers --out outputs/study --short    its shortest form, as CI runs
     python -m scripts.study.optimizers --out outputs/study --publish  and puts it into docs/
 
-Tune: both optimizers try the same learning rates at seed 0: Muon's updates have the size of
-AdamW's at equal rates (`adjust_lr = "rms_norm"`). Muon's AdamW groups (embeddings, head, norms) are
-not tuned: they take the rate that won for AdamW, and what other rates would have done is shown.
-Warm-up, decay, weight decay, clipping and betas are the same. Compare: each winner over all seeds.
+Tune, at seed 0 and for both optimizers alike, in two goes: first the rate of matrices, where the
+rest (embeddings, head, norms) goes along under AdamW and is at AdamW's best under Muon; then the
+rate of the rest. One grid serves both, since Muon's updates have the size of AdamW's at equal rates
+(`adjust_lr = "rms_norm"`). Warm-up, decay, weight decay, clipping and betas are the same. Compare:
+each winner over all seeds.
 Overlay: `impl`, `kernel` and sharding on one seed, whose curves must coincide, or in bfloat16 lie
 as near as its rounding allows.
 
@@ -44,6 +45,7 @@ LOG = "optimizers.log"
 RESULTS = Path(__file__).parent / "results"
 CONFIG = ROOT / "configs" / "pretrain" / "demo.toml"
 TUNED_LRS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032)
+TUNED_REST_LRS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032)
 SETTINGS = {
     "adamw": ("--optim.type", "adamw", "--optim.weight-decay", "0.01"),
     "muon": (),
@@ -93,12 +95,14 @@ class Trial:
         flags: After the config.
         num_ranks: Processes.
         num_steps: Optimizer steps.
+        module: Run by Python, with its first words.
     """
 
     name: str
     flags: tuple[str, ...]
     num_ranks: int
     num_steps: int
+    module: str = "trainer"
 
 
 def main() -> None:
@@ -108,30 +112,27 @@ def main() -> None:
     lrs = TUNED_LRS[2:3] if arguments.short else TUNED_LRS
     seeds = range(1 if arguments.short else arguments.seeds)
     tuned: dict[str, dict[float, float]] = {}
-    best: dict[str, float] = {}
+    first: dict[str, float] = {}
+    best: dict[str, tuple[float, float]] = {}
     for name in SETTINGS:
-        tuned[name] = {
-            lr: final_loss(run(out, trial(name, lr, 0, arguments.steps, best.get("adamw"))))
-            for lr in lrs
-        }
-        best[name] = min(lrs, key=tuned[name].__getitem__)
+        rates = {lr: (lr, first.get("adamw", lr)) for lr in lrs}
+        tuned[name] = tune(out, name, rates, arguments.steps)
+        first[name] = lr = min(rates, key=tuned[name].__getitem__)
+        rates = {rest: (lr, rest) for rest in (lrs if arguments.short else TUNED_REST_LRS)}
+        tuned[f"{name}, rest"] = tune(out, name, rates, arguments.steps)
+        best[name] = (lr, min(rates, key=tuned[f"{name}, rest"].__getitem__))
     compared = {
-        name: [run(out, trial(name, lr, seed, arguments.steps, best["adamw"])) for seed in seeds]
-        for name, lr in best.items()
-    }
-    factors = () if arguments.short else (0.5, 1, 2, 4)
-    tuned["muon's AdamW groups"] = {
-        lr: final_loss(run(out, trial("muon", best["muon"], 0, arguments.steps, lr)))
-        for lr in (factor * best["adamw"] for factor in factors)
+        name: [run(out, trial(name, rates, seed, arguments.steps)) for seed in seeds]
+        for name, rates in best.items()
     }
     overlaid = {
         group: {
-            name: run(out, overlay_trial(f"{group} {name}", best, *how, arguments.overlay_steps))
+            name: run(out, overlay_trial(f"{group} {name}", first, *how, arguments.overlay_steps))
             for name, how in list(ways.items())[: 2 if arguments.short else None]
         }
         for group, ways in list(OVERLAYS.items())[: 1 if arguments.short else None]
     }
-    record = summarize(arguments, tuned, best, compared, overlaid)
+    record = summarize(arguments, tuned, first, best, compared, overlaid)
     report(out, record)
     if arguments.publish:
         publish(out)
@@ -149,24 +150,37 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def trial(optimizer: str, lr: float, seed: int, num_steps: int, adamw_lr: float | None) -> Trial:
-    """Return the run of an optimizer at a rate and seed; `adamw_lr` is of Muon's AdamW groups."""
+def tune(
+    out: Path, optimizer: str, rates: dict[float, tuple[float, float]], num_steps: int
+) -> dict[float, float]:
+    """Return the validation loss at seed 0 of each pair of rates, under the pair's key."""
+    return {
+        key: final_loss(run(out, trial(optimizer, pair, 0, num_steps)))
+        for key, pair in rates.items()
+    }
+
+
+def trial(optimizer: str, rates: tuple[float, float], seed: int, num_steps: int) -> Trial:
+    """Return the run of an optimizer at its rates, of matrices and of the rest, and a seed."""
+    lr, rest = rates
     flags = (*SETTINGS[optimizer], "--optim.lr", str(lr), "--seed", str(seed))
-    name = f"{optimizer}-lr{lr}"
+    module = "trainer"
     if optimizer == "muon":
-        flags += ("--optim.adamw-lr", str(adamw_lr))
-        name += f"-adamw{adamw_lr}"
-    return Trial(f"{name}-seed{seed}-{num_steps}", flags, 1, num_steps)
+        flags += ("--optim.adamw-lr", str(rest))
+    elif rest != lr:
+        module = f"scripts.study.two_rates {rest}"
+    name = f"{optimizer}-lr{lr}-rest{rest}-seed{seed}-{num_steps}"
+    return Trial(name, flags, 1, num_steps, module)
 
 
 def overlay_trial(
-    name: str, best: dict[str, float], num_ranks: int, flags: tuple[str, ...], num_steps: int
+    name: str, first: dict[str, float], num_ranks: int, flags: tuple[str, ...], num_steps: int
 ) -> Trial:
-    """Return the run of one way to compute the same, at the rates that won."""
+    """Return the run of one way to compute the same, at the rates that won first."""
     label = "-".join(re.findall(r"\w+", name))
-    rates = ("--optim.lr", str(best["muon"]), "--optim.adamw-lr", str(best["adamw"]))
+    rates = ("--optim.lr", str(first["muon"]), "--optim.adamw-lr", str(first["adamw"]))
     return Trial(
-        f"overlay-{label}-lr{best['muon']}-{num_steps}", (*rates, *flags), num_ranks, num_steps
+        f"overlay-{label}-lr{first['muon']}-{num_steps}", (*rates, *flags), num_ranks, num_steps
     )
 
 
@@ -204,7 +218,7 @@ def launch(trial: Trial, folder: Path) -> None:
     interval = max(1, trial.num_steps // 6)
     command = [
         *(sys.executable, *(ranks if trial.num_ranks > 1 else ())),
-        *("-m", "trainer", "pretrain", "@", str(CONFIG), *trial.flags),
+        *("-m", *trial.module.split(), "pretrain", "@", str(CONFIG), *trial.flags),
         *("--output-dir", str(folder), "--max-steps", str(trial.num_steps)),
         *("--val.prompts", "[]", "--val.interval", str(interval), "--val.max-packs", "16"),
         *("--wandb.enabled", "false", "--ckpt.interval", "0"),
@@ -226,7 +240,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def summarize(
     arguments: argparse.Namespace,
     tuned: dict[str, dict[float, float]],
-    best: dict[str, float],
+    first: dict[str, float],
+    best: dict[str, tuple[float, float]],
     compared: dict[str, list[list[dict[str, Any]]]],
     overlaid: dict[str, dict[str, list[dict[str, Any]]]],
 ) -> dict[str, Any]:
@@ -242,7 +257,7 @@ def summarize(
             for name, losses in tuned.items()
         },
         "best_lr": best,
-        "overlay_lr": best["muon"],
+        "overlay_lr": first["muon"],
         "step_seconds": {name: fastest(runs, "time/step") for name, runs in compared.items()},
         "optimizer_seconds": {
             name: fastest(runs, "time/optimizer") for name, runs in compared.items()

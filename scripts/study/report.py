@@ -20,7 +20,7 @@ def draw_comparison(record: dict[str, Any], out: Path) -> None:
         axes = figure.add_subplot(1, 2, index + 1)
         for name, runs in record["compared"].items():
             for seed, curve in enumerate(runs):
-                label = f"{name}, lr {record['best_lr'][name]}" if seed == 0 else None
+                label = f"{name}, lr {_rates(record, name)}" if seed == 0 else None
                 axes.plot(
                     _places(record, name, curve, axis),
                     curve["val_loss"],
@@ -70,15 +70,15 @@ def table(record: dict[str, Any]) -> str:
 
 def _comparison(record: dict[str, Any]) -> list[str]:
     lines = [
-        "| optimizer | lr | validation loss | bits a byte | s a step | of it optimizer | tokens to "
-        "AdamW's final loss | time to it |",
+        "| optimizer | lr of matrices, of the rest | validation loss | bits a byte | s a step | "
+        "of it optimizer | tokens to AdamW's final loss | time to it |",
         "|---|---|---|---|---|---|---|---|",
     ]
     goal = statistics.mean(curve["val_loss"][-1] for curve in record["compared"]["adamw"])
     for name, runs in record["compared"].items():
         cells = [
             name,
-            str(record["best_lr"][name]),
+            _rates(record, name),
             _spread([curve["val_loss"][-1] for curve in runs]),
             _spread([curve["val_bits_per_byte"][-1] for curve in runs]),
             f"{record['step_seconds'][name]:.3f}",
@@ -123,6 +123,11 @@ def _spread(values: Sequence[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.4f}"
     return f"{statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}"
+
+
+def _rates(record: dict[str, Any], name: str) -> str:
+    lr, rest = record["best_lr"][name]
+    return f"{lr}, {rest}"
 
 
 def _places(record: dict[str, Any], name: str, curve: dict[str, Any], axis: str) -> list[float]:

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from scripts.study.optimizers import WIDE
+from scripts.study.two_rates import split_rest
+from trainer.config.optim import AdamWConfig
+from trainer.optim import setup_optimizer
 from trainer.optim.coefficients import resolve_coefficients
 from trainer.optim.kernels.gram import gram_segments, single_segments
+from trainer.optim.torch_optimizers import AdamW
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +31,7 @@ def test_short_study_reports_and_does_not_repeat_finished_runs(tmp_path):
     first = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert first.returncode == 0, first.stderr[-3000:]
     record = json.loads((tmp_path / "optimizers.json").read_text())
-    assert record["best_lr"] == {"adamw": 0.002, "muon": 0.002}
+    assert record["best_lr"] == {"adamw": [0.002, 0.002], "muon": [0.002, 0.002]}
     (overlaid,) = record["overlaid"].values()
     assert overlaid["per_matrix"] == pytest.approx(overlaid["stacked, 1 rank"], abs=1e-4)
     assert {"optimizers.png", "overlay.png", "table.md"} <= {p.name for p in tmp_path.iterdir()}
@@ -47,6 +51,20 @@ def test_the_shapes_of_the_kernels_overlay_are_such_that_gram_fuses_in_bfloat16(
     for other in (expert, QUERY_SIZE):
         assert gram_segments(rows, torch.bfloat16, other, hidden) == (2, 1, 1, 1)
         assert gram_segments(rows, torch.float32, other, hidden) == single_segments(5)
+
+
+def test_adamw_with_two_rates_moves_each_weight_by_its_own():
+    shapes = {"model.embed_tokens.weight": (6, 4), "q_proj.weight": (4, 4), "norm.weight": (4,)}
+    named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
+    optimizer = setup_optimizer(AdamWConfig(lr=0.5, weight_decay=0.0), named)
+    assert isinstance(optimizer, AdamW)
+    split_rest(optimizer, named, 2.0)
+    for _, parameter in named:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    # The first step of Adam is the rate, whatever the gradient.
+    for (name, parameter), moved in zip(named, (2.0, 0.5, 2.0), strict=True):
+        assert parameter.detach().allclose(torch.tensor(-moved)), name
 
 
 def test_short_rates_of_data_are_measured_and_kept(tmp_path):
