@@ -17,8 +17,8 @@ from trainer.data.reasoning_gym import ReasoningGymRows
 from trainer.data.rows import BadRow
 from trainer.data.sources import Rows, open_sources
 
-SCORE_TASK = "score_task"
-"""Key under which a task's row carries the task's own scoring."""
+SCORE_TASK = "\0score_task"
+"""Key under which a task's row carries the task's own scoring; no column of a user's is so named."""
 
 
 class TaskRows:

@@ -57,9 +57,10 @@ def test_text_is_prompted_as_it_is(row, tmp_path):
 
 
 def test_other_fields_reach_the_rewards(tmp_path):
-    row = {"question": "2+2?", "answer": 4, "level": 3}
+    row = {"question": "2+2?", "answer": 4, "level": 3, "score_task": "mine"}
     (prompt,) = setup_prompts(file_config(tmp_path, [row]), TOKENIZER).train.next_prompts(1)
-    assert prompt.row["level"] == 3
+    assert (prompt.row["level"], prompt.row["score_task"]) == (3, "mine")
+    assert prompt.score_task is None
 
 
 def test_a_system_turn_is_added_where_there_is_none(tmp_path):
