@@ -18,7 +18,7 @@ from trainer.data.rows import BadRow
 from trainer.data.sources import Rows, open_sources
 
 SCORE_TASK = "\0score_task"
-"""Key under which a task's row carries the task's own scoring; no column of a user's is so named."""
+"""Key under which a task's row carries the task's own scoring; no user's column is so named."""
 
 
 class TaskRows:
