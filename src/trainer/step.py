@@ -22,6 +22,7 @@ from trainer.model.load_balancing import max_violation
 from trainer.optim import Muon
 from trainer.optim.torch_optimizers import GatedOptimizer
 from trainer.parallel.clip import clip_gradients_
+from trainer.parallel.fsdp import units_alone
 from trainer.parallel.watchdog import set_phase
 from trainer.progress import Progress
 
@@ -137,6 +138,7 @@ class TrainStep:
         assert isinstance(model, FSDPModule), "setup_model shards the model"
         self.model = model
         self._shards: FSDPModule = model
+        self._units_alone = units_alone(model)
         self.optimizer = optimizer
         self.factor = factor
         self.settings = settings
@@ -233,6 +235,8 @@ class TrainStep:
             is_last = index == len(losses) - 1
             self._shards.set_is_last_backward(is_last)
             self._shards.set_requires_all_reduce(is_last)
+            for unit in self._units_alone:
+                unit.set_requires_gradient_sync(is_last, recurse=False)
             share = loss()
             share.total.backward()
             shares.append(replace(share, total=share.total.detach()))

@@ -92,3 +92,22 @@ def test_micro_batches_add_up(mesh):
     at_once = step(clock, micro_batches(packs, **shape), StepTotals.of(packs)).values.read()
     # fp32 sums in another order.
     torch.testing.assert_close(whole, at_once, rtol=1e-5, atol=1e-7)
+
+
+def test_units_on_one_rank_reduce_their_gradients_once_a_step(mesh, monkeypatch):
+    reductions = []
+    accumulate = TrainStep._accumulate_gradients
+
+    def spied(step, losses):
+        def after(loss):
+            # What earlier micro-batches left where the optimizer looks.
+            reductions.append(sum(p.grad is not None for p in step.model.parameters()))
+            return loss()
+
+        found = accumulate(step, [lambda loss=loss: after(loss) for loss in losses])
+        assert all(p.grad is not None for p in step.model.parameters())
+        return found
+
+    monkeypatch.setattr(TrainStep, "_accumulate_gradients", spied)
+    run(train_step(mesh), [Pack((document(9),)), Pack((document(7),)), Pack((document(5),))])
+    assert reductions == [0, 0, 0]

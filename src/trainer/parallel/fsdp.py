@@ -6,15 +6,17 @@ a layer. Meshes come from `mesh.py`.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
+from typing import TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.parallel.boxes import local_part
-from trainer.parallel.mesh import dense_mesh, ep_mesh, expert_fsdp_mesh
+from trainer.parallel.mesh import EP, dense_mesh, ep_mesh, expert_fsdp_mesh
 
 
 def shard_dense_(
@@ -124,6 +126,32 @@ def prefetch_next_(units: Sequence[Sequence[nn.Module]]) -> None:
     for here, following in pairwise(units):
         _fsdp(here[0]).set_modules_to_forward_prefetch([_fsdp(unit) for unit in following])
         _fsdp(following[0]).set_modules_to_backward_prefetch([_fsdp(unit) for unit in here])
+
+
+def units_alone(model: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP units that no other rank shards or copies.
+
+    All units on one rank; with `ep` at its largest, those of experts. Their gradients can add up
+    over micro-batches where they are, to be reduced once: the same sums, and no more memory, since
+    a shard is as large as the whole.
+    """
+    return [module for module in model.modules() if _is_alone(module)]
+
+
+def _is_alone(module: nn.Module) -> TypeGuard[FSDPModule]:
+    if not isinstance(module, FSDPModule):
+        return False
+    inner = (m for m in module.modules() if isinstance(m, FSDPModule) and m is not module)
+    of_inner = {id(parameter) for unit in inner for parameter in unit.parameters()}
+    own = [p for p in module.parameters() if id(p) not in of_inner]
+    return bool(own) and all(_num_fsdp_ranks(parameter) == 1 for parameter in own)
+
+
+def _num_fsdp_ranks(parameter: Tensor) -> int:
+    assert isinstance(parameter, DTensor), "FSDP shards every parameter of its units"
+    mesh = parameter.device_mesh
+    axes = mesh.mesh_dim_names or ()
+    return prod(size for axis, size in zip(axes, mesh.shape, strict=True) if axis != EP)
 
 
 def _mixed_precision(compute_dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -123,7 +123,9 @@ def _limit(groups: list[dist.ProcessGroup], timeout: timedelta) -> None:
     torchtitan sets it in the same way.
     """
     for group in groups:
-        _set_pg_timeout(timeout, group)
+        # torch's `fake` backend, of planning and benchmarks, has nothing to wait for.
+        if dist.get_backend(group) != "fake":
+            _set_pg_timeout(timeout, group)
 
 
 def _warm_up(groups: list[dist.ProcessGroup], device_type: str) -> None:

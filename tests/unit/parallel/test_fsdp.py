@@ -1,9 +1,22 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.meshes import one_rank_mesh
-from trainer.parallel.fsdp import describe_expert_shards, expert_shard_dim, split_experts
+from tests.support.networks import moe_architecture, random_model
+from trainer.config.parallel import ParallelConfig
+from trainer.model import setup_model
+from trainer.model.experts import Experts
+from trainer.parallel.fsdp import (
+    describe_expert_shards,
+    expert_shard_dim,
+    split_experts,
+    units_alone,
+)
+from trainer.parallel.mesh import build_mesh
 
 
 @pytest.mark.parametrize(
@@ -50,3 +63,21 @@ def test_experts_are_split_before_they_have_values() -> None:
         assert isinstance(split.device_mesh, DeviceMesh)
         with pytest.raises(AssertionError, match="before they have values"):
             split_experts(torch.nn.Parameter(torch.empty(4, 3, 2)), mesh)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ep", "alone"),
+    [(1, 1, "all"), (4, 4, "experts"), (4, 2, "none")],
+    ids=["one rank", "experts where they lie", "experts sharded"],
+)
+def test_units_that_no_other_rank_shares(num_ranks: int, ep: int, alone: str) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1 % num_ranks, world_size=num_ranks)
+    try:
+        mesh = build_mesh(ParallelConfig(ep=ep), "cpu")
+        model = setup_model(random_model(moe_architecture()), mesh)
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        experts = [module for module in units if isinstance(module, Experts)]
+        assert experts
+        assert units_alone(model) == {"all": units, "experts": experts, "none": []}[alone]
+    finally:
+        dist.destroy_process_group()
