@@ -55,7 +55,10 @@ class BoxedAnswer(Section):
 
 
 class RegexAnswer(Section):
-    """The answer is the first group of the last match of a regular expression."""
+    """The answer is the first group of the last match of a regular expression.
+
+    As in Python, `.` stops at the end of a line unless the pattern begins with `(?s)`.
+    """
 
     type: Literal["regex"] = "regex"
     pattern: str
