@@ -126,7 +126,7 @@ def is_refused(world) -> bool:
     return len(cutting) > 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(world=worlds(), gate_choices=st.lists(st.sampled_from([None, True, False]), min_size=6))
 def test_any_world_takes_the_step_of_one_process(world, gate_choices) -> None:
     assume(not is_refused(world))
