@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.optim.adamw import AdamWSettings, AdamWTensors, adamw_step_
+from trainer.optim.adamw_groups import step_adamw_groups_
 from trainer.optim.checks import (
     check_devices,
     check_flag,
@@ -226,11 +226,12 @@ class Muon(torch.optim.Optimizer):
         stats = self._begin_stats()
         momenta = [self.state[parameter]["momentum"] for parameter in self._parameters]
         inputs = StepInputs(self._parameters, momenta, self.param_groups, gates, stats)
+        step_others_ = partial(step_adamw_groups_, inputs, self.state, self._timer)
         if self._options.impl == "stacked" and self.plan.slots:
-            self._stacked.run(inputs, partial(self._adamw_step, gates))
+            self._stacked.run(inputs, step_others_)
         else:
             self._per_matrix.run(inputs)
-            self._adamw_step(gates)
+            step_others_()
         self._presence.wait()
         self._end_stats(stats)
         self._timer.end_step()
@@ -266,34 +267,6 @@ class Muon(torch.optim.Optimizer):
             dtype=NS_DTYPES[self._options.ns_dtype],
             kernel=kernel,
         )
-
-    def _adamw_step(self, gates: list[Tensor | None]) -> None:
-        gate_of = dict(zip(self._parameters, gates, strict=True))
-        for group in self.param_groups:
-            if group["algorithm"] != "adamw":
-                continue
-            settings = AdamWSettings(
-                lr=float(group["lr"]),
-                beta1=float(group["beta1"]),
-                beta2=float(group["beta2"]),
-                epsilon=float(group["epsilon"]),
-                weight_decay=float(group["weight_decay"]),
-                cautious_wd=group["cautious_wd"],
-            )
-            present = [p for p in group["params"] if p.grad is not None]
-            with self._timer.measure("update"):
-                if present:
-                    tensors = [self._adamw_tensors(p) for p in present]
-                    adamw_step_(tensors, settings, gate_of[present[0]])
-                for p in group["params"]:
-                    if p.grad is None:
-                        adamw_step_([self._adamw_tensors(p)], settings, gate_of[p])
-
-    def _adamw_tensors(self, parameter: Tensor) -> AdamWTensors:
-        weight, state = local(parameter), self.state[parameter]
-        gradient = torch.zeros_like(weight) if parameter.grad is None else local(parameter.grad)
-        momentum, variance = local(state["momentum"]), local(state["variance"])
-        return AdamWTensors(weight, gradient, momentum, variance, state["step_dev"])
 
     def _refuse_capture(self) -> None:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
