@@ -101,7 +101,11 @@ def _is_folder_without_tokenizer(name: str) -> bool:
 def _load(name: str, field: str) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(companions(name, field))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
+        # The tokenizers library raises a plain Exception; the others are what damaged files cause.
+        causes = (OSError, ValueError, KeyError, TypeError, AttributeError)
+        if type(error) is not Exception and not isinstance(error, causes):
+            raise
         raise UserError(
             f"{field}={name!r}: no tokenizer could be loaded ({_first_line(error)}): give a folder "
             "or hub name that has one, or set data.tokenizer"

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
+from pydantic import ValidationError
 from transformers import AutoConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trainer.config.model import Architecture, DenseArchitecture, ModelConfig, MoEArchitecture
 from trainer.errors import UserError
@@ -87,7 +95,7 @@ def _published_config(name: str) -> QwenConfig:
     folder = locate_model(name, with_weights=False)
     try:
         published: PreTrainedConfig = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UserError(
             f"model.name={name!r} has no readable config.json ({error}): "
             "give a folder in Hugging Face layout"
@@ -102,7 +110,43 @@ def _published_config(name: str) -> QwenConfig:
             f"model.name={name!r} has use_sliding_window=true: sliding windows are not supported, "
             "choose a model without"
         )
+    _check_published(name, published)
     return published
+
+
+def _check_published(name: str, published: QwenConfig) -> None:
+    """Hold a config.json to the rules of `[model.architecture]`, and to what is computed here.
+
+    Raises:
+        UserError: a value is out of range, does not go with another, or would be ignored.
+    """
+    rope_type = cast(dict[str, Any], published.rope_parameters)["rope_type"]
+    moe = isinstance(published, Qwen3MoeConfig)
+    if moe and published.hidden_act != "silu":
+        problem = f"hidden_act={published.hidden_act!r}: experts compute silu"
+    elif published.hidden_act not in ACT2FN:
+        problem = f"hidden_act={published.hidden_act!r}: transformers has no such function"
+    elif rope_type not in {"default", *ROPE_INIT_FUNCTIONS}:
+        problem = f"rope_type={rope_type!r}: transformers has no such embedding"
+    else:
+        problem = _shape_problem(published)
+    if problem:
+        raise UserError(
+            f"model.name={name!r}: its config.json has {problem}; choose another model, or correct "
+            "the file"
+        )
+
+
+def _shape_problem(published: QwenConfig) -> str:
+    section = MoEArchitecture if isinstance(published, Qwen3MoeConfig) else DenseArchitecture
+    try:
+        section.model_validate(_shape_fields(published))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        shown = f"{place}={first['input']!r}: " if place else ""
+        return shown + first["msg"].removeprefix("Value error, ")
+    return ""
 
 
 def _check_agreement(name: str, published: QwenConfig, inline: QwenConfig) -> None:

@@ -82,8 +82,20 @@ def test_a_template_may_refuse_other_conversations_than_the_rows(tmp_path: Path)
     setup_tokenizer(with_settings(chat_template=str(tmp_path / "own.jinja")), None)
 
 
-def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text("{}")
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": "{}"},
+        {"tokenizer_config.json": "[]"},
+        {"tokenizer.json": "null", "tokenizer_config.json": "{}"},
+        {"tokenizer.json": "[]", "tokenizer_config.json": "{}"},
+        {"tokenizer.json": '{"added_tokens": [], "model": {}}', "tokenizer_config.json": "{}"},
+    ],
+    ids=["no tokenizer", "a list", "null", "list", "no model"],
+)
+def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=r"data\.tokenizer='.*': no tokenizer could be loaded"):
         setup_tokenizer(with_settings(tokenizer=str(tmp_path)), None)
 

@@ -1,3 +1,4 @@
+import json
 import tomllib
 from pathlib import Path
 
@@ -110,3 +111,25 @@ def test_every_field_of_an_architecture_reaches_transformers() -> None:
         assert found == (list(value) if isinstance(value, tuple) else value), field
     rope = inline_config(moe_architecture(rope_theta=5.0)).rope_parameters
     assert rope["rope_theta"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, r"hidden_act='gelu': experts compute silu"),
+        ({"rope_parameters": {"rope_type": "x", "rope_theta": 1.0}}, "rope_type='x'"),
+        ({"hidden_size": "x"}, "no readable config.json .*hidden_size"),
+        ({"hidden_size": -1}, "hidden_size=-1"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_experts=4"),
+        ({"head_dim": 15}, "head_dim"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_json_that_makes_no_network_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    inline_config(moe_architecture()).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=message):
+        resolve_architecture(ModelConfig(name=str(tmp_path)))
