@@ -32,7 +32,7 @@ import torch.distributed as dist
 from device import allocated, peak, release, reset_peak, synchronize
 from idle import measure_idle
 from rank_model import build_model, fill_gradients_, held_gib, is_launched, open_ranks, read_model
-from records import describe_environment, report
+from records import describe_environment, keep, report
 from step_variants import BASELINE, DEFAULTS, HEADLINE, VARIANTS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,6 +83,14 @@ def main() -> None:
         is_first = not is_launched() or dist.get_rank() == 0
         device = torch.device(arguments.device)
         say = print_now if is_first else lambda _: None
+        record: dict[str, Any] = {
+            "benchmark": "muon_step",
+            "environment": describe_environment(device),
+            "arguments": vars(arguments),
+            "num_ranks": num_ranks,
+            "ranks_are_real": is_launched(),
+            "rows": [],
+        }
         for ep in arguments.ep:
             model, mesh = build_model(config, ep, arguments.device)
             fill_gradients_(model, seed=1)
@@ -93,17 +101,12 @@ def main() -> None:
                     continue
                 rows.append(row)
                 say(format_row(row))
+                record["rows"].append(asdict(row))
+                if arguments.save and is_first:
+                    keep(arguments.name, record)
             del model, mesh
             release(device)
-        record = {
-            "benchmark": "muon_step",
-            "environment": describe_environment(device),
-            "arguments": vars(arguments),
-            "num_ranks": num_ranks,
-            "ranks_are_real": is_launched(),
-            "rows": [asdict(row) for row in rows],
-            "summary": summarize(rows),
-        }
+        record["summary"] = summarize(rows)
         if is_first:
             report(arguments.name, record, save=arguments.save)
 

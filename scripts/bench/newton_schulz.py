@@ -18,7 +18,7 @@ stacks, against fp32; then the times. The last line of output is one JSON object
 import argparse
 import statistics
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, log
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from baselines import BASELINES, SEED, find_baselines
-from records import describe_environment, report
+from records import describe_environment, keep, report
 from tile_search import search_tiles
 from timing import Timing, time_interleaved
 from torch import Tensor
@@ -76,16 +76,17 @@ def main() -> None:
     if arguments.tiles:
         record["tiles"] = search_tiles(shapes, torch.bfloat16, device)
     else:
-        rows, ceilings = [], {}
+        rows: list[Row] = []
+        record |= {"ceiling_tflops": {}, "rows": []}
         for dtype in (getattr(torch, name) for name in arguments.dtypes):
-            ceilings[name_of(dtype)] = measure_ceiling(dtype, device, is_tiny=arguments.tiny)
-            rows += run_dtype(shapes, dtype, device, arguments, ceilings[name_of(dtype)])
-        headline = read_shapes(["headline"], is_tiny=arguments.tiny)
-        record |= {
-            "ceiling_tflops": ceilings,
-            "rows": [asdict(row) for row in rows],
-            "summary": summarize(rows, headline),
-        }
+            ceiling = measure_ceiling(dtype, device, is_tiny=arguments.tiny)
+            record["ceiling_tflops"][name_of(dtype)] = ceiling
+            for of_shape in run_dtype(shapes, dtype, device, arguments, ceiling):
+                rows += of_shape
+                record["rows"] += [asdict(row) for row in of_shape]
+                if arguments.save:
+                    keep(arguments.name, record)
+        record["summary"] = summarize(rows, read_shapes(["headline"], is_tiny=arguments.tiny))
         print_summary(record["summary"])
     report(arguments.name, record, save=arguments.save)
 
@@ -152,23 +153,21 @@ def run_dtype(
     device: torch.device,
     arguments: argparse.Namespace,
     ceiling_tflops: float,
-) -> list[Row]:
-    """Print and return one block: every shape in one dtype."""
-    rows = []
+) -> Iterator[list[Row]]:
+    """Print one block, every shape in one dtype, and yield the rows of each."""
     for shape in shapes:
         print(f"\n{name_of(dtype)} {'x'.join(map(str, shape))}")
         variants, choices = find_variants(arguments, shape, dtype, device)
         errors = measure_errors(variants, shape, dtype, device)
         print_errors(errors)
         timings = time_variants(variants, shape, dtype, device, arguments.seconds)
-        for name, timing in timings.items():
-            rows.append(
-                make_row(
-                    shape, dtype, name, choices.get(name), errors[name], timing, ceiling_tflops
-                )
-            )
-            print_row(rows[-1])
-    return rows
+        rows = [
+            make_row(shape, dtype, name, choices.get(name), errors[name], timing, ceiling_tflops)
+            for name, timing in timings.items()
+        ]
+        for row in rows:
+            print_row(row)
+        yield rows
 
 
 def find_variants(

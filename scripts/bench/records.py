@@ -34,12 +34,21 @@ def report(name: str, record: Mapping[str, Any], *, save: bool) -> None:
         RuntimeError: `save` outside a commit: a number without its commit is not kept.
     """
     if save:
-        if not record["environment"]["commit"]:
-            raise RuntimeError("no commit to name, so nothing is saved; run inside the repository")
-        folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", record["environment"]["device"].lower())
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        keep(name, record)
     print(json.dumps(record))
+
+
+def keep(name: str, record: Mapping[str, Any]) -> None:
+    """Write the record to results/<gpu>/<name>.json, also while more rows are to come.
+
+    Raises:
+        RuntimeError: outside a commit.
+    """
+    if not record["environment"]["commit"]:
+        raise RuntimeError("no commit to name, so nothing is saved; run inside the repository")
+    folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", record["environment"]["device"].lower())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _output(*command: str) -> str:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from device import peak, release, reset_peak, synchronize
 from rank_model import read_model
-from records import describe_environment, report
+from records import describe_environment, keep, report
 from torch.profiler import ProfilerActivity, profile
 from trainees import Trainee, make_packs, ours, transformers_own
 
@@ -86,19 +86,21 @@ def main() -> None:
     arguments = parse_arguments()
     device = torch.device(arguments.device)
     config = read_model(arguments.model, arguments.layers, is_tiny=arguments.tiny)
-    rows = []
-    for name in arguments.variants:
-        rows.append(run_variant(name, config, arguments, device))
-        print(format_row(rows[-1]), flush=True)
-    memory = measure_memory(config, arguments, device)
-    record = {
+    rows: list[Row] = []
+    record: dict[str, Any] = {
         "benchmark": "train_step",
         "environment": describe_environment(device),
         "arguments": vars(arguments),
-        "rows": [asdict(row) for row in rows],
-        "peak_gib_by_tokens": memory,
-        "summary": summarize(rows),
+        "rows": [],
     }
+    for name in arguments.variants:
+        rows.append(run_variant(name, config, arguments, device))
+        print(format_row(rows[-1]), flush=True)
+        record["rows"].append(asdict(rows[-1]))
+        if arguments.save:
+            keep(arguments.name, record)
+    memory = measure_memory(config, arguments, device)
+    record |= {"peak_gib_by_tokens": memory, "summary": summarize(rows)}
     report(arguments.name, record, save=arguments.save)
     if dist.is_initialized():
         dist.destroy_process_group()
