@@ -16,6 +16,7 @@ from trainer.config import RLConfig
 from trainer.errors import UserError
 from trainer.loops.rl.prompts import Prompt, PromptStream
 from trainer.parallel.agreement import Ranks
+from trainer.parallel.watchdog import set_phase
 from trainer.rl.advantages import group_advantages, is_constant
 from trainer.rl.answers import build_extractor
 from trainer.rl.engine import Completion, Engine, Request, Sampling, check_version, go_on
@@ -151,6 +152,8 @@ class Collector:
         Collective: one all-gather of digests; prompts are dealt over ranks, the engine generates on
             all in step; then one all-gather of errors and one of rollouts.
         """
+        # Not timed: sampling rightly takes long, and its collectives have limits of their own.
+        set_phase("sample", is_timed=False)
         self._check_equality(prompts)
         places = range(len(prompts))[self._ranks.rank :: self._ranks.size]
         dealt = [(first + place, prompts[place]) for place in places]
@@ -165,6 +168,7 @@ class Collector:
             for place, prompt in filled
         ]
         completions = self._engine.generate(requests, sampling, before_batch)[: len(dealt)]
+        set_phase("score", is_timed=False)
         own = self._score_together(dealt, completions)
         by_rank = self._ranks.gather(own)
         return [

@@ -31,6 +31,7 @@ from trainer.model.causal_lm import CausalLM
 from trainer.model.inference import inference
 from trainer.parallel import build_mesh
 from trainer.parallel.agreement import Ranks
+from trainer.parallel.watchdog import set_phase
 from trainer.rl.rollouts import Rollout
 from trainer.step import MicroLoss, StepRecord, StepTotals
 
@@ -82,6 +83,7 @@ class Policy:
 
         Collective: forward passes as in training, equally many on every rank; one all-gather.
         """
+        set_phase("log-probs")
         run, config = self._run, self._config
         numbers = {id(rollout): number for number, rollout in enumerate(rollouts)}
         packs = pack_rollouts(rollouts, config.data.seq_len)

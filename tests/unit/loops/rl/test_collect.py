@@ -13,6 +13,7 @@ from trainer.errors import UserError
 from trainer.loops.rl.collect import Collector
 from trainer.loops.rl.prompts import setup_prompts
 from trainer.loops.rl.run import stop_ids
+from trainer.parallel import watchdog
 from trainer.rl.engine import Sampling
 from trainer.rl.scoring import Scorer
 
@@ -83,6 +84,23 @@ def test_rollouts_carry_what_was_asked_written_and_earned(tmp_path, rewards_modu
     assert batch.metrics["reward/mean"] == pytest.approx(sum(rewards) / 12)
     assert batch.metrics["rollout/weights_version"] == 3
     assert 0 < batch.metrics["rollout/truncated"] < 1
+
+
+def test_a_rank_that_hangs_would_be_named_with_what_it_does(tmp_path, rewards_module):
+    phases = []
+
+    def note_phase(sample):
+        phases.append(watchdog._watchdog.phase)
+        return 1.0
+
+    watchdog.start(0, 1, 1.0, None)
+    try:
+        with serve() as (_, engine):
+            collect(tmp_path, engine, [function_reward(rewards_module, note_phase)])
+    finally:
+        watchdog.stop()
+    assert {(phase.name, phase.is_timed) for phase in phases} == {("score", False)}
+    assert phases[0].count == 2, "after sampling"
 
 
 def test_an_engine_that_samples_with_other_weights_is_refused(tmp_path):
