@@ -5,7 +5,7 @@ Owns the rules. Buckets themselves are in `bucket.py`, their order and the whole
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -92,12 +92,17 @@ def _draft_buckets(
     groups: Sequence[PlannedGroup], options: PlanOptions
 ) -> dict[_BucketKey, list[Piece]]:
     drafts: dict[_BucketKey, list[Piece]] = {}
+    # Layers are alike: what costs a pass over all ranks is done once for each kind of parameter.
+    known: dict[tuple[Any, ...], list[tuple[_BucketKey, Piece]]] = {}
     index = 0
     for g, group in enumerate(groups):
         for spec in group.parameters:
             if group.algorithm == "muon" and math.prod(spec.shape) > 0:
-                for key, piece in _pieces(g, group, spec, index, options):
-                    drafts.setdefault(key, []).append(piece)
+                kind = g, is_gate_up(spec.name), replace(spec, name="")
+                if kind not in known:
+                    known[kind] = _pieces(g, group, spec, index, options)
+                for key, piece in known[kind]:
+                    drafts.setdefault(key, []).append(replace(piece, parameter=index))
             index += 1
     return drafts
 

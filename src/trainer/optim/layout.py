@@ -6,12 +6,14 @@ buckets or owners: see `plan.py`.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from trainer.errors import UserError
 from trainer.optim.spec import AxisPlacement, ParameterSpec
+from trainer.parallel.boxes import chunk_of
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def local_indices(size: int, shards: tuple[tuple[int, int, int], ...]) -> tuple[
 def local_shape(spec: ParameterSpec, coordinate: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Return the shape of the shard at a mesh coordinate (this rank's if None)."""
     return tuple(
-        len(local_indices(size, _shards_of(spec, dim, coordinate)))
+        _local_length(size, _shards_of(spec, dim, coordinate))
         for dim, size in enumerate(spec.shape)
     )
 
@@ -129,10 +131,17 @@ def _shards_of(
     )
 
 
+def _local_length(size: int, shards: Iterable[tuple[int, int, int]]) -> int:
+    """Return how many indices `local_indices` would return."""
+    for axis_size, coordinate, split_factor in shards:
+        pieces = [chunk_of(size, split_factor, i)[1] for i in range(split_factor)]
+        size = sum(chunk_of(piece, axis_size, coordinate)[1] for piece in pieces)
+    return size
+
+
 def _chunk(indices: list[int], num_chunks: int, index: int) -> list[int]:
-    """Return one chunk by torch.chunk's rule: all as long as the first, the last ones shorter."""
-    length = -(-len(indices) // num_chunks)
-    return indices[index * length : (index + 1) * length]
+    start, length = chunk_of(len(indices), num_chunks, index)
+    return indices[start : start + length]
 
 
 def _count_matrices(spec: ParameterSpec, num_stack_dims: int) -> tuple[int, int]:
@@ -159,7 +168,7 @@ def _slab_bounds(
     bounds, stop = [], 0
     for coordinate in range(spec.mesh.sizes[axis]):
         shard = (spec.mesh.sizes[axis], coordinate, placement.split_factor)
-        start, stop = stop, stop + unit * len(local_indices(size, (shard,)))
+        start, stop = stop, stop + unit * _local_length(size, (shard,))
         bounds.append((start, stop))
     return tuple(bounds)
 

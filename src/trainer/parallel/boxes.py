@@ -94,7 +94,7 @@ def box_at(
     for axis in _split_order(mesh_shape, placements):
         dim = _sharded_dim(placements[axis])
         assert dim is not None
-        start, size = _chunk(sizes[dim], mesh_shape[axis], coordinate[axis])
+        start, size = chunk_of(sizes[dim], mesh_shape[axis], coordinate[axis])
         offsets[dim] += start
         sizes[dim] = size
     return Box(tuple(offsets), tuple(sizes))
@@ -136,7 +136,7 @@ def _sharded_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
 
 
-def _chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
+def chunk_of(size: int, num_chunks: int, index: int) -> tuple[int, int]:
     """Return start and length of chunk `index`, as `torch.chunk` cuts; late chunks may be empty."""
     full = -(-size // num_chunks)
     start = min(size, index * full)

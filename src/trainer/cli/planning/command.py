@@ -25,6 +25,8 @@ Prints who orthogonalizes what and with which kernel, memory per rank, exchange 
 --world-size: ranks in all; left out, what parallel.dp_replicate x parallel.dp_shard says.
 --gpu: one of """ + ", ".join(gpu.name for gpu in GPUS)
 
+MAX_WORLD_SIZE = 2**16
+
 MAX_PRICED_RANKS = 16
 """In larger worlds only the first and the last ranks are priced: the fullest and the emptiest."""
 
@@ -110,8 +112,10 @@ def _world_size(text: str | None, parallel: ParallelConfig) -> int:
     if text is None:
         shard = parallel.dp_shard if parallel.dp_shard > 0 else parallel.ep
         return int(os.environ.get("WORLD_SIZE", parallel.dp_replicate * shard))
-    if not text.isdigit() or int(text) == 0:
-        raise UserError(f"--world-size {text}: must be a number of ranks, at least 1")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_WORLD_SIZE:
+        raise UserError(
+            f"--world-size {text}: must be a number of ranks, at least 1, at most {MAX_WORLD_SIZE}"
+        )
     return int(text)
 
 
