@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError
 from trainer.optim.bucket import BYTES
@@ -19,7 +18,7 @@ from trainer.optim.groups import NamedGroup
 from trainer.optim.layout import local_shape
 from trainer.optim.plan import PlannedGroup
 from trainer.optim.spec import ParameterSpec
-from trainer.optim.state import as_matrices, local
+from trainer.optim.state import as_matrices, local, placement_text
 
 _NUMBERS = (
     ("lr", None),
@@ -125,6 +124,23 @@ def check_shard(spec: ParameterSpec, parameter: Tensor) -> None:
         )
 
 
+class GradientCheck:
+    """Checks each parameter's gradient when it is first there; later ones lie as it did."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        self._unchecked = list(named_parameters)
+
+    def check(self) -> None:
+        """Check what is new.
+
+        Raises:
+            UserError: as `check_gradient`.
+        """
+        for name, parameter in self._unchecked:
+            check_gradient(name, parameter)
+        self._unchecked = [pair for pair in self._unchecked if pair[1].grad is None]
+
+
 def check_gradient(name: str, parameter: Tensor) -> None:
     """Check that a gradient can be added to momentum shard by shard.
 
@@ -139,12 +155,11 @@ def check_gradient(name: str, parameter: Tensor) -> None:
             f"the gradient of {name} is sparse: momentum is dense; build its embedding with "
             "sparse=False"
         )
-    if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
-        return
-    if gradient.placements != parameter.placements:
+    lies, should_lie = placement_text(gradient), placement_text(parameter)
+    if lies != should_lie:
         raise UserError(
-            f"the gradient of {name} has placements {gradient.placements}, the parameter "
-            f"{parameter.placements}: redistribute it to the parameter's before the step"
+            f"the gradient of {name} lies as {lies}, the parameter as {should_lie}: redistribute "
+            "it to the parameter's placements before the step"
         )
 
 

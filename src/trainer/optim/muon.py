@@ -20,9 +20,9 @@ from torch import Tensor
 from trainer.errors import UserError
 from trainer.optim.adamw_groups import step_adamw_groups_
 from trainer.optim.checks import (
+    GradientCheck,
     check_devices,
     check_flag,
-    check_gradient,
     check_group,
     check_numbers,
     check_shard,
@@ -151,7 +151,7 @@ class Muon(torch.optim.Optimizer):
         named = [pair for group in groups for pair in group.named_parameters]
         self._presence = Presence(self.plan.agreements, self._meshes, named)
         self._stats: UpdateStats | None = None
-        self._unchecked = list(range(len(self._parameters)))
+        self._gradients = GradientCheck(named)
         process_groups = make_groups(self.plan, self._meshes)
         self._stacked = StackedStep(
             self.plan,
@@ -242,10 +242,7 @@ class Muon(torch.optim.Optimizer):
         for group, planned in zip(self.param_groups, self._planned_groups, strict=True):
             check_numbers(group)
             check_unchanged(group, planned)
-        for index in self._unchecked:
-            check_gradient(self._specs[index].name, self._parameters[index])
-        # A gradient lies as it did when it was first there.
-        self._unchecked = [i for i in self._unchecked if self._parameters[i].grad is None]
+        self._gradients.check()
 
     def _orthogonalize_bucket(
         self, stack_BMN: Tensor, bucket: int, *, is_normalized: bool

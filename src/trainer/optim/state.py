@@ -76,14 +76,16 @@ def _check_value(what: str, value: Tensor, parameter: Tensor) -> None:
             f"{what} has shape {list(value.shape)}, the parameter there has "
             f"{list(parameter.shape)}: load it by name"
         )
-    if _placement(value) != _placement(parameter):
+    lies, should_lie = placement_text(value), placement_text(parameter)
+    if lies != should_lie:
         raise UserError(
-            f"{what} lies as {_placement(value)}, the parameter there as {_placement(parameter)}: "
+            f"{what} lies as {lies}, the parameter there as {should_lie}: "
             "load it through torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
         )
 
 
-def _placement(tensor: Tensor) -> str:
+def placement_text(tensor: Tensor) -> str:
+    """Return how a tensor lies over ranks, as messages say it."""
     if not isinstance(tensor, DTensor):
         return "a plain tensor"
     return f"{tensor.placements} over {tuple(tensor.device_mesh.shape)} ranks"

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from trainer.optim.agreement import plan_agreements
-from trainer.optim.checks import check_devices, check_flag, refuse_copy
+from trainer.optim.checks import GradientCheck, check_devices, check_flag, refuse_copy
 from trainer.optim.gate import FiniteGate, found_inf
 from trainer.optim.groups import parse_groups
 from trainer.optim.presence import Presence
@@ -38,6 +38,7 @@ class GatedOptimizer(torch.optim.Optimizer):
         self._parameters = [parameter for _, parameter in named]
         specs, meshes = describe_parameters(named)
         self._presence = Presence(plan_agreements(specs), meshes, named)
+        self._gradients = GradientCheck(named)
         self._gate = FiniteGate()
         self._device = local(self._parameters[0]).device
         self._timer = PhaseTimer(self._device)
@@ -65,7 +66,8 @@ class GatedOptimizer(torch.optim.Optimizer):
             finite: 0-d bool on the device: False leaves weights and state as they are.
 
         Raises:
-            UserError: of the step before, as `settle`.
+            UserError: a gradient lies otherwise than its parameter; or, of the step before, as
+                `settle`.
 
         Collective: the small all-reduces of `presence.py`; all ranks of the meshes.
         """
@@ -74,6 +76,7 @@ class GatedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._gradients.check()
         self.settle()
         self._presence.launch([p.grad is not None for p in self._parameters])
         is_open = self._presence.gate_step(finite)

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.errors import UserError
 from trainer.optim.checks import (
+    GradientCheck,
     check_devices,
     check_flag,
     check_gradient,
@@ -154,12 +155,40 @@ def test_shards_dealt_otherwise_than_torch_deals_are_refused_by_name(mesh) -> No
 
 
 def test_a_gradient_that_lies_elsewhere_is_refused_by_name(mesh) -> None:
-    parameter = torch.nn.Parameter(on(mesh, Replicate(), Shard(0)))
+    parameter = nn.Parameter(on(mesh, Replicate(), Shard(0)))
     parameter.grad = on(mesh, Replicate(), Shard(0))
     check_gradient("w", parameter)
-    parameter.grad = on(mesh, Shard(0), Replicate())
-    with pytest.raises(UserError, match=r"gradient of w has placements \(Shard\(dim=0\), Rep"):
+    others = [
+        (on(mesh, Shard(0), Replicate()), r"\(Shard\(dim=0\), Replicate\(\)\) over \(2, 2\)"),
+        (on(DeviceMesh("cpu", list(range(4))), Shard(0)), r"\(Shard\(dim=0\),\) over \(4,\)"),
+        # As long as the whole parameter: its first rows would pass for this rank's.
+        (torch.ones(parameter.shape), "a plain tensor"),
+    ]
+    for gradient, text in others:
+        if gradient.shape != parameter.shape:
+            gradient = DTensor.from_local(
+                torch.ones(1, 4), gradient.device_mesh, gradient.placements, run_check=False
+            )
+        parameter.grad = gradient
+        with pytest.raises(UserError, match=f"gradient of w lies as {text}.* the parameter as"):
+            check_gradient("w", parameter)
+
+
+def test_a_shards_gradient_on_a_whole_parameter_is_refused(mesh) -> None:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    parameter.grad = on(mesh, Replicate(), Shard(0))
+    with pytest.raises(UserError, match="the parameter as a plain tensor"):
         check_gradient("w", parameter)
+
+
+def test_each_gradient_is_checked_when_it_is_first_there() -> None:
+    first, second = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    gradients = GradientCheck([("first", first), ("second", second)])
+    first.grad = torch.ones(2, 2)
+    gradients.check()
+    second.grad = torch.eye(2).to_sparse()
+    with pytest.raises(UserError, match="gradient of second is sparse"):
+        gradients.check()
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:

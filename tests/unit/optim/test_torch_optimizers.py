@@ -106,6 +106,14 @@ def test_a_flag_of_another_type_is_refused(ours, theirs) -> None:
         ours(parameters()).step(finite=True)
 
 
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_gradient_that_momentum_cannot_take_is_refused(ours, theirs) -> None:
+    found = parameters()
+    found[0].grad = found[0].grad.to_sparse()
+    with pytest.raises(UserError, match="gradient of parameter0 is sparse"):
+        ours(found).step()
+
+
 def shards(placements):
     """Return two parameters, one with a gradient of its own, and the mesh they lie on."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
