@@ -5,7 +5,7 @@ are `options.py`'s.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -20,19 +20,21 @@ from trainer.optim.plan import PlannedGroup
 from trainer.optim.spec import ParameterSpec
 from trainer.optim.state import as_matrices, local, placement_text
 
-_NUMBERS = (
-    ("lr", None),
-    ("mu", 1),
-    ("beta1", 1),
-    ("beta2", 1),
-    ("weight_decay", None),
-    ("epsilon", None),
-)
+_LIMITS = {
+    "lr": math.inf,
+    "mu": 1,
+    "momentum": 1,
+    "beta1": 1,
+    "beta2": 1,
+    "weight_decay": math.inf,
+    "epsilon": math.inf,
+}
 """Hyperparameters that are numbers of at least 0, and what each must stay below."""
 
+_NUMBERS = ("lr", "mu", "beta1", "beta2", "weight_decay", "epsilon")
 _SWITCHES = ("nesterov", "cautious_wd", "flatten")
-_OTHERS = ("algorithm", "adjust_lr", "step", "initial_lr")
-_KNOWN = {name for name, _ in _NUMBERS} | {*_SWITCHES, *_OTHERS}
+_OTHERS = ("algorithm", "adjust_lr", "step")
+_KNOWN = {*_NUMBERS, *_SWITCHES, *_OTHERS}
 
 
 def check_group(group: dict[str, Any], named: NamedGroup) -> None:
@@ -41,13 +43,8 @@ def check_group(group: dict[str, Any], named: NamedGroup) -> None:
     Raises:
         UserError: naming the hyperparameter or the parameter.
     """
-    unknown = sorted(set(named.settings) - _KNOWN)
-    if unknown:
-        raise UserError(
-            f"param group {named.name} sets {', '.join(unknown)}: not a hyperparameter of Muon, "
-            f"which has {', '.join(sorted(_KNOWN))}"
-        )
-    check_numbers(group)
+    check_keys(named, _KNOWN)
+    check_step_numbers(group)
     for key in _SWITCHES:
         if not isinstance(group[key], bool):
             raise UserError(f"{key}={group[key]!r}: must be True or False")
@@ -59,17 +56,37 @@ def check_group(group: dict[str, Any], named: NamedGroup) -> None:
             _check_matrix(name, parameter, flatten=group["flatten"])
 
 
-def check_numbers(group: dict[str, Any]) -> None:
-    """Check the hyperparameters that a schedule may change between steps.
+def check_keys(named: NamedGroup, known: Collection[str]) -> None:
+    """Check that a param group sets nothing that its optimizer does not read.
+
+    Raises:
+        UserError: naming the group and what it sets.
+    """
+    # What torch's schedulers leave in a group when they resume.
+    unknown = sorted(set(named.settings) - set(known) - {"initial_lr"})
+    if unknown:
+        raise UserError(
+            f"param group {named.name} sets {', '.join(unknown)}: not a hyperparameter of this "
+            f"optimizer, which has {', '.join(sorted(known))}"
+        )
+
+
+def check_numbers(values: Mapping[str, Any]) -> None:
+    """Check hyperparameters that are numbers; a schedule may change them between steps.
 
     Raises:
         UserError: naming the hyperparameter.
     """
-    for key, high in _NUMBERS:
-        value = _number(group[key])
-        if not (0 <= value < math.inf and (high is None or value < high)):
-            rule = "a finite number of at least 0" if high is None else "a number in [0, 1)"
-            raise UserError(f"{key}={group[key]!r}: must be {rule}")
+    for key, value in values.items():
+        if not 0 <= _number(value) < _LIMITS[key]:
+            is_fraction = _LIMITS[key] == 1
+            rule = "a number in [0, 1)" if is_fraction else "a finite number of at least 0"
+            raise UserError(f"{key}={value!r}: must be {rule}")
+
+
+def check_step_numbers(group: dict[str, Any]) -> None:
+    """Check a group of Muon's before a step, as `check_numbers`."""
+    check_numbers({key: group[key] for key in _NUMBERS})
 
 
 def check_unchanged(group: dict[str, Any], planned: PlannedGroup) -> None:

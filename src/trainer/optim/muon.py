@@ -24,8 +24,8 @@ from trainer.optim.checks import (
     check_devices,
     check_flag,
     check_group,
-    check_numbers,
     check_shard,
+    check_step_numbers,
     check_unchanged,
     refuse_copy,
 )
@@ -240,7 +240,7 @@ class Muon(torch.optim.Optimizer):
     def _check_request(self) -> None:
         """Check what may have changed since the last step: hyperparameters, new gradients."""
         for group, planned in zip(self.param_groups, self._planned_groups, strict=True):
-            check_numbers(group)
+            check_step_numbers(group)
             check_unchanged(group, planned)
         self._gradients.check()
 

@@ -14,8 +14,16 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from trainer.errors import UserError
 from trainer.optim.agreement import plan_agreements
-from trainer.optim.checks import GradientCheck, check_devices, check_flag, refuse_copy
+from trainer.optim.checks import (
+    GradientCheck,
+    check_devices,
+    check_flag,
+    check_keys,
+    check_numbers,
+    refuse_copy,
+)
 from trainer.optim.gate import FiniteGate, found_inf
 from trainer.optim.groups import parse_groups
 from trainer.optim.presence import Presence
@@ -32,6 +40,8 @@ class GatedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         groups = parse_groups(params)
+        for group in groups:
+            check_keys(group, defaults)
         super().__init__([group.as_param_group() for group in groups], defaults)
         named = [pair for group in groups for pair in group.named_parameters]
         check_devices(named)
@@ -43,8 +53,13 @@ class GatedOptimizer(torch.optim.Optimizer):
         self._device = local(self._parameters[0]).device
         self._timer = PhaseTimer(self._device)
         for group in self.param_groups:
+            self._check_group(group)
             for parameter in group["params"]:
                 self.state[parameter] = self._init_state(parameter, group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Check the hyperparameters of a group."""
+        raise NotImplementedError
 
     def _init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
@@ -66,8 +81,8 @@ class GatedOptimizer(torch.optim.Optimizer):
             finite: 0-d bool on the device: False leaves weights and state as they are.
 
         Raises:
-            UserError: a gradient lies otherwise than its parameter; or, of the step before, as
-                `settle`.
+            UserError: a hyperparameter has left its range; a gradient lies otherwise than its
+                parameter; or, of the step before, as `settle`.
 
         Collective: the small all-reduces of `presence.py`; all ranks of the meshes.
         """
@@ -76,6 +91,8 @@ class GatedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            self._check_group(group)
         self._gradients.check()
         self.settle()
         self._presence.launch([p.grad is not None for p in self._parameters])
@@ -141,6 +158,11 @@ class AdamW(GatedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": epsilon, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
+    def _check_group(self, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        numbers = {"beta1": beta1, "beta2": beta2, "epsilon": group["eps"]}
+        check_numbers({"lr": group["lr"], "weight_decay": group["weight_decay"], **numbers})
+
     def _init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         return {
             "step": torch.zeros((), dtype=torch.float32, device=local(parameter).device),
@@ -201,6 +223,14 @@ class SGD(GatedOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_numbers({key: group[key] for key in ("lr", "weight_decay", "momentum")})
+        if group["nesterov"] and not group["momentum"]:
+            raise UserError(
+                "optim.nesterov=true: there is no momentum to look ahead by; set optim.momentum "
+                "above 0, or optim.nesterov=false"
+            )
 
     def _init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         # Zeros make the first step torch's own: its buffer starts as the gradient.

@@ -19,6 +19,7 @@ from trainer.optim.checks import (
     check_group,
     check_numbers,
     check_shard,
+    check_step_numbers,
     check_unchanged,
 )
 from trainer.optim.groups import NamedGroup
@@ -40,12 +41,14 @@ def named(*parameters, **settings) -> NamedGroup:
 @pytest.mark.parametrize("key", ["lr", "mu", "beta1", "beta2", "weight_decay", "epsilon"])
 def test_hyperparameters_are_finite_numbers_of_at_least_zero(key, value) -> None:
     with pytest.raises(UserError, match=f"{key}={value!r}: must be a"):
-        check_numbers({**GROUP, key: value})
+        check_numbers({"lr": 0.1, key: value})
+    with pytest.raises(UserError, match=f"{key}={value!r}: must be a"):
+        check_step_numbers({**GROUP, key: value})
 
 
 @pytest.mark.parametrize("value", [0, 0.0, torch.tensor(0.5), np.float32(0.5)], ids=repr)
 def test_zero_and_tensors_are_numbers(value) -> None:
-    check_numbers({**GROUP, "lr": value, "mu": value, "weight_decay": value})
+    check_step_numbers({**GROUP, "lr": value, "mu": value, "weight_decay": value})
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,33 @@ def test_a_flag_of_another_type_is_refused(ours, theirs) -> None:
         ours(parameters()).step(finite=True)
 
 
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda p: AdamW(p, lr=-1.0), "lr=-1.0: must be a finite number"),
+        (lambda p: AdamW(p, betas=(0.9, 1.0)), r"beta2=1.0: must be a number in \[0, 1\)"),
+        (lambda p: AdamW(p, epsilon=float("nan")), "epsilon=nan"),
+        (lambda p: SGD(p, momentum=1.0), "momentum=1.0"),
+        (lambda p: SGD(p, weight_decay=float("inf")), "weight_decay=inf"),
+        (lambda p: SGD(p, nesterov=True), "optim.nesterov=true: there is no momentum"),
+        (lambda p: SGD([{"params": p, "mu": 0.9}]), "group0 sets mu: not a hyperparameter"),
+    ],
+    ids=["lr", "betas", "epsilon", "momentum", "weight decay", "nesterov", "unknown"],
+)
+def test_what_cannot_be_honoured_is_refused(build, message) -> None:
+    with pytest.raises(UserError, match=message):
+        build(parameters())
+
+
+def test_a_schedule_that_leaves_its_range_is_refused_before_the_step() -> None:
+    found = parameters()
+    optimizer = AdamW(found)
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(UserError, match="lr=nan"):
+        optimizer.step()
+    assert all(map(torch.equal, found, parameters()))
+
+
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_a_gradient_that_momentum_cannot_take_is_refused(ours, theirs) -> None:
     found = parameters()
