@@ -1,8 +1,8 @@
 """The `optim` section: one of Muon, AdamW, SGD, or the real dion.Muon for A/B runs."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainer.config.base import (
     Bool,
@@ -109,6 +109,15 @@ class SGDConfig(OptimizerSection):
     weight_decay: NonNegativeFloat = 0.0
     momentum: OpenFraction = 0.0
     nesterov: Bool = False
+
+    @model_validator(mode="after")
+    def _has_momentum_to_look_ahead_by(self) -> Self:
+        if self.nesterov and not self.momentum:
+            raise ValueError(
+                "nesterov=true with momentum=0: there is no momentum to look ahead by; set "
+                "momentum above 0, or nesterov=false"
+            )
+        return self
 
 
 OptimConfig = Annotated[
