@@ -31,14 +31,15 @@ def run_threads(
     store = dist.HashStore()
 
     def run(rank: int) -> None:
-        dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
         try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             results[rank] = function(*args)
         except BaseException as error:  # reported to the caller, which fails the test with it
             errors.append(f"rank {rank} failed:\n{traceback.format_exc()}")
             ProcessLocalGroup.exception_handle(error)  # frees the ranks that wait for this one
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
