@@ -7,6 +7,7 @@ are `text.py`'s.
 import os
 
 import torch
+from transformers import Qwen3MoeConfig
 
 from trainer.cli.planning.parameters import describe_rank, global_shapes
 from trainer.cli.planning.ranks import plan_rank
@@ -15,6 +16,7 @@ from trainer.config import RunConfig, load_config
 from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
 from trainer.model.architecture import inline_config, resolve_architecture
+from trainer.model.setup import check_ep
 from trainer.parallel.devices import GPU, GPUS
 from trainer.parallel.mesh import resolve_sizes
 
@@ -62,6 +64,7 @@ def report(config: RunConfig, world_size: int, gpu: GPU) -> str:
     # Shapes given inline are taken as they are: a hub name would need the network to be compared.
     hf_config = inline_config(architecture) if architecture else resolve_architecture(config.model)
     sizes = resolve_sizes(config.parallel, world_size)
+    check_ep(hf_config.num_experts if isinstance(hf_config, Qwen3MoeConfig) else 0, sizes.ep)
     shapes = global_shapes(hf_config)
     ranks = [
         plan_rank(config, describe_rank(shapes, sizes, rank), rank, gpu)
@@ -109,12 +112,14 @@ def _find_gpu(name: str) -> GPU:
 
 
 def _world_size(text: str | None, parallel: ParallelConfig) -> int:
+    name = "--world-size" if text is not None else "WORLD_SIZE"
+    text = text if text is not None else os.environ.get(name)
     if text is None:
         shard = parallel.dp_shard if parallel.dp_shard > 0 else parallel.ep
-        return int(os.environ.get("WORLD_SIZE", parallel.dp_replicate * shard))
+        return parallel.dp_replicate * shard
     if not text.isdecimal() or not 1 <= int(text) <= MAX_WORLD_SIZE:
         raise UserError(
-            f"--world-size {text}: must be a number of ranks, at least 1, at most {MAX_WORLD_SIZE}"
+            f"{name} {text}: must be a number of ranks, at least 1, at most {MAX_WORLD_SIZE}"
         )
     return int(text)
 

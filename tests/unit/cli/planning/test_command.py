@@ -63,6 +63,15 @@ def test_more_activations_with_more_packs(tmp_path, capsys):
     assert activations("--model.compute-dtype", "bfloat16") < one
 
 
+def test_a_world_size_of_the_environment_is_checked_too(tmp_path, capsys, monkeypatch):
+    _, *words = write_tiny_run(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "over 2 ranks" in planned(tmp_path, capsys)
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert main(["plan", "sft", *words]) == 2
+    assert "WORLD_SIZE many: must be a number" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
