@@ -27,12 +27,11 @@ def run_pretrain(config: PretrainConfig) -> None:
     """
     with open_world(config.parallel) as world:
         tokenizer, data = Ranks().together(lambda: _setup_data(config))
-        with open_run(config, world, tokenizer, "pretrain", data.source_names) as (run, position):
+        names, stream = data.source_names, data.train
+        with open_run(config, world, tokenizer, "pretrain", names, stream) as (run, position):
             run.say(data.description)
             if position is None:
                 show_continuations(run, config, data, "before training")
-            else:
-                data.train.load_state_dict(position)
             train(run, config, data.train, lambda: evaluate(run, config, data))
             run.say("\n".join(run.where_things_lie()))
 
