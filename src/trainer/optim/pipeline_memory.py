@@ -93,25 +93,18 @@ def _pass_bytes(bucket: Bucket, chunk: Chunk, passes: Passes) -> int:
     return 0 if passes.is_by_table else elements * BYTES[bucket.dtype]
 
 
-def peak_bytes(held: Sequence[Held], passes: Passes) -> int:
+def peak_bytes(held: Sequence[Held]) -> int:
     """Return the most held at once, tick by tick: four chunks advance, the latest first."""
     padded = [_NOTHING] * 3 + list(held) + [_NOTHING] * 3
     ticks = zip(padded[3:], padded[2:], padded[1:], padded, strict=False)
-    return max((_tick_peak(*chunks, passes) for chunks in ticks), default=0)
+    return max((_tick_peak(*chunks) for chunks in ticks), default=0)
 
 
-def _tick_peak(first: Held, second: Held, third: Held, fourth: Held, passes: Passes) -> int:
-    """Return the most within a tick: one chunk enters, one shares, one finishes, then one turns.
-
-    On a GPU, what the stream of the passes reads is kept for a tick more.
-    """
-    kept, kept_before = third.turned, fourth.turned
-    if not passes.is_by_table:
-        kept = kept_before = 0
-    behind = kept_before + fourth.shared
+def _tick_peak(first: Held, second: Held, third: Held, fourth: Held) -> int:
+    """Return the most within a tick: one chunk enters, one turns, one shares, one finishes."""
     return max(
-        first.entering + second.entered + third.turned + behind,
-        first.entered + second.entered + third.sharing + behind,
-        first.entered + second.entered + kept + third.shared + kept_before + fourth.finishing,
-        first.entered + second.turning + kept + third.shared + (fourth.shared if kept else 0),
+        first.entering + second.entered + third.turned + fourth.shared,
+        first.entered + second.turning + third.turned + fourth.shared,
+        first.entered + second.turned + third.sharing + fourth.shared,
+        first.entered + second.turned + third.shared + fourth.finishing,
     )

@@ -84,7 +84,7 @@ def price_plan(
         sent_bytes=sent,
         num_collectives=plan.num_collectives(),
         state_bytes=state_bytes(groups),
-        temporary_bytes=peak_bytes(held, passes),
+        temporary_bytes=peak_bytes(held),
         memory_bytes=sum(_moved_bytes(b, plan.options.ns_dtype) for b in plan.buckets),
         kernels=names,
     )

@@ -26,9 +26,10 @@ ALIGNMENT = 8
 _COUNTERS_AT_ONCE = 256
 
 _MIN_DYNAMIC_TILES = 2048
-"""Tiles under which each threadblock has its own from the start. A dynamic launch takes the host some
-10 us longer, more than the schedule gains where a product is over soon (16x2048x768 in bfloat16,
-gram: 1.12 ms with 512 here, 0.91 all static; one H200, torch 2.11.0+cu130, 2026-11-30)."""
+"""Tiles under which each threadblock has its own from the start. A dynamic launch takes the host
+some 10 us longer, more than the schedule gains where a product is over soon (16x2048x768 in
+bfloat16, gram: 1.12 ms with 512 here, 0.91 all static; one H200, torch 2.11.0+cu130, 2026-11-30,
+scripts/bench/newton_schulz.py)."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Tile:
 class Tiles:
     """The tiles of the Hopper kernels, by product, and how threadblocks come by them.
 
-    `is_dynamic`: a threadblock takes the next tile when it is done with one, so that a kernel loses
-    little where something else holds some of the multiprocessors (the passes of the optimizer's
-    step); False: each has its tiles from the start.
+    `is_dynamic`: a threadblock takes the next tile when it is done with one; False: each has its
+    tiles from the start. One H200, torch 2.11.0+cu130, 2026-11-30: 4.83 instead of 5.22 ms for an
+    iteration of 128x2048x768, no difference at 64x1536x2048 (docs/log.md).
 
     Measured on one H200, torch 2.11.0+cu130, quack-kernels 0.6.5, 2026-11-29, as m·m·k TFLOP/s
     (scripts/bench/newton_schulz.py): against QuACK's built-in 128x256 with a cluster of 2,
@@ -112,7 +113,7 @@ class _Launch:
 
     def __init__(self, is_dynamic: bool) -> None:
         self._is_dynamic = is_dynamic
-        self._unused: dict[int, list[Tensor]] = {}
+        self._unused: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def options(self, tile: Tile, out_BMN: Tensor, *, is_symmetric: bool) -> dict[str, Any]:
         """Return the keyword arguments of a launch on the current stream."""
@@ -134,7 +135,9 @@ class _Launch:
         if torch.cuda.is_current_stream_capturing():
             # A graph's replays need the zeroing inside the graph.
             return torch.zeros(1, dtype=torch.int32, device=device)
-        unused = self._unused.setdefault(torch.cuda.current_stream(device).cuda_stream, [])
+        # The default stream has the same handle on every device.
+        stream = torch.cuda.current_stream(device).cuda_stream
+        unused = self._unused.setdefault((device, stream), [])
         if not unused:
             zeros = torch.zeros(_COUNTERS_AT_ONCE, dtype=torch.int32, device=device)
             unused.extend(zeros.split(1))
