@@ -4,17 +4,23 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer.config.base import Bool, Count, NonNegativeFloat, OpenFraction, PositiveFloat, Section
+from trainer.config.base import (
+    Bool,
+    Count,
+    NonNegativeFloat,
+    OpenFraction,
+    PositiveFloat,
+    Section,
+    Text,
+)
 from trainer.config.data import BatchConfig, IntervalConfig
 from trainer.config.sft import SupervisedConfig
-
-Word = Annotated[str, Field(min_length=1)]
 
 
 class SourceSection(Section):
     """What every source of a mix has."""
 
-    name: Word | None = None
+    name: Text | None = None
     """Under which it is logged (`loss/<name>`); unset: from its path or hub name."""
     weight: PositiveFloat = 1.0
     """Relative share of the packs, exact at every moment to within one pack."""
@@ -32,11 +38,11 @@ class TextFilesSource(SourceSection):
     """Text or JSONL, plain or compressed, or Parquet: a file, or a folder of one of the three."""
 
     type: Literal["files"] = "files"
-    path: Word
-    suffixes: Annotated[tuple[Word, ...], Field(min_length=1)] = TEXT_SUFFIXES
+    path: Text
+    suffixes: Annotated[tuple[Text, ...], Field(min_length=1)] = TEXT_SUFFIXES
     """Files of a folder that are read, in any case of letters. Behind .gz and .zst lies what is
     packed; any suffix but .jsonl and .parquet is plain text."""
-    column: str = "text"
+    column: Text = "text"
     """Field of a JSONL or Parquet row that holds the text."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A JSONL row that is no JSON or has no text; skip: left out, each with a line in the log."""
@@ -55,11 +61,11 @@ class HubTextSource(SourceSection):
     """A data set on the Hugging Face hub, or a folder that `datasets` can load."""
 
     type: Literal["hub"] = "hub"
-    path: Word
+    path: Text
     """Name on the hub, or a folder."""
-    subset: str | None = None
-    split: str = "train"
-    column: str = "text"
+    subset: Text | None = None
+    split: Text = "train"
+    column: Text = "text"
     streaming: Bool = False
     """Read over the network as needed instead of downloading all of it first."""
 
@@ -68,7 +74,7 @@ class TokensSource(SourceSection):
     """Token shards: a folder that `trainer tokenize` wrote."""
 
     type: Literal["tokens"] = "tokens"
-    path: Word
+    path: Text
     verify: Bool = False
     """Read everything once before step 1 and compare checksums; sizes are always compared."""
 
@@ -95,7 +101,7 @@ class PretrainDataConfig(BatchConfig):
     """Training data: from documents to packs of `seq_len` tokens, one source a pack."""
 
     source: PretrainSource
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
     split_documents: Bool = True
     """Fill packs to the brim, a document going on in the next pack; false: best fit of whole
@@ -117,7 +123,7 @@ class PretrainValConfig(IntervalConfig):
     that copies stay together."""
     max_packs: Count = 64
     """Packs evaluated per source."""
-    prompts: tuple[Word, ...] = ()
+    prompts: tuple[Text, ...] = ()
     """Continued before and after training."""
     max_new_tokens: Count = 128
     temperature: NonNegativeFloat = 0.8

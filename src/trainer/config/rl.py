@@ -20,6 +20,7 @@ from trainer.config.base import (
     NonNegativeFloat,
     OpenFraction,
     Section,
+    Text,
 )
 from trainer.config.data import MixSource, ReasoningGymSource, Source
 from trainer.config.sft import RunConfig
@@ -86,7 +87,7 @@ AnswerConfig = Annotated[
 class RewardSection(Section):
     """What every reward has."""
 
-    name: str | None = None
+    name: Text | None = None
     """Under which it is logged (`reward/<name>`); unset: its type, or its function's name."""
     weight: Float = 1.0
     """The sample's reward is the sum of weight x score."""
@@ -292,9 +293,9 @@ class RLDataConfig(Section):
     """Packs a forward pass on one rank."""
     overlong: Literal["error", "drop"] = "error"
     """Prompts that leave no room for max_new_tokens in seq_len."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
-    chat_template: str | None = None
+    chat_template: Text | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
     template_kwargs: dict[str, Any] = {}
     """Variables for the chat template, such as `enable_thinking`."""
