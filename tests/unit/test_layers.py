@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,12 +16,15 @@ def test_imports_point_down_only():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_every_package_is_in_the_contract():
+def test_every_package_and_module_is_in_the_contract_and_the_readme():
     settings = tomllib.loads(Path("pyproject.toml").read_text())
     layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
     named = {name.strip() for layer in layers for name in layer.split("|")}
-    packages = {f"trainer.{path.parent.name}" for path in Path("src/trainer").glob("*/__init__.py")}
-    assert packages <= named
+    packages = {path.parent.name for path in Path("src/trainer").glob("*/__init__.py")}
+    modules = {path.stem for path in Path("src/trainer").glob("[!_]*.py")}
+    assert {f"trainer.{name}" for name in packages | modules} == named
+    picture = Path("README.md").read_text().partition("Imports point down only")[2].split("```")[1]
+    assert packages | modules <= set(re.findall(r"\w+", picture))
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)
