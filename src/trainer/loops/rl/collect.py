@@ -87,7 +87,8 @@ class Collector:
             UserError: a prompt is bad, or a reward fails and failures end the run.
             RuntimeError: the engine sampled with other weights.
 
-        Collective: as `complete`, as often on every rank.
+        Collective: for the batch, then once for each time constant groups are replaced, as often
+            on every rank: one all-gather of errors in reading prompts, then as `complete`.
         """
         rollout, began = self._config.rollout, time.perf_counter()
         self._engine.push_weights(version)
@@ -150,7 +151,9 @@ class Collector:
             RuntimeError: the engine sampled with other weights than were pushed.
 
         Collective: one all-gather of digests; prompts are dealt over ranks, the engine generates on
-            all in step; then one all-gather of errors and one of rollouts.
+            all in step, with what `before_batch` does ahead of each of its batches (in training one
+            all-reduce on the host, `stop_if_asked`); then one all-gather of errors in scoring and
+            one of rollouts.
         """
         # Not timed: sampling rightly takes long, and its collectives have limits of their own.
         set_phase("sample", is_timed=False)
