@@ -9,7 +9,12 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-COLORS = {"adamw": "tab:orange", "muon": "tab:blue"}
+COLORS = {
+    "adamw": "tab:orange",
+    "muon": "tab:blue",
+    "adamw, rest tuned too": "tab:red",
+    "muon, rest tuned too": "tab:green",
+}
 
 
 def draw_comparison(record: dict[str, Any], out: Path) -> None:
