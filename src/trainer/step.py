@@ -27,6 +27,10 @@ from trainer.parallel.watchdog import set_phase
 from trainer.progress import Progress
 
 
+class Diverged(RuntimeError):  # noqa: N818 - what happened to the run
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """What a step needs of the config, fixed for the run."""
@@ -156,7 +160,7 @@ class TrainStep:
             totals: Counts over all ranks and micro-batches.
 
         Raises:
-            RuntimeError: too many steps in a row were not finite.
+            Diverged: too many steps in a row were not finite.
 
         Collective: forward and backward as FSDP and expert dispatch do; one all-reduce of the
             step's sums; the gradient norm's; the optimizer's exchange. All ranks call.
@@ -177,7 +181,7 @@ class TrainStep:
             totals: Counts over all ranks and micro-batches.
 
         Raises:
-            RuntimeError: too many steps in a row were not finite.
+            Diverged: too many steps in a row were not finite.
 
         Collective: as a call.
         """
@@ -210,13 +214,13 @@ class TrainStep:
         """Take in whether the last step was applied, by now known without waiting.
 
         Raises:
-            RuntimeError: too many steps in a row were not finite.
+            Diverged: too many steps in a row were not finite.
         """
         if self.progress.step == self.progress.num_settled:
             return
         self.progress.settle(applied=self.optimizer.settle())
         if self.progress.skipped_in_row >= self.settings.max_skipped_steps:
-            raise RuntimeError(
+            raise Diverged(
                 f"{self.progress.skipped_in_row} steps in a row had a non-finite loss or gradient "
                 f"(up to step {self.progress.step}; optim.max_skipped_steps="
                 f"{self.settings.max_skipped_steps}): the run has diverged; lower optim.lr or look "

@@ -31,7 +31,7 @@ from trainer.parallel.watchdog import set_phase
 from trainer.parallel.world import World, use_deterministic_algorithms
 from trainer.progress import Progress
 from trainer.schedule import build_schedule
-from trainer.step import StepSettings, TrainStep
+from trainer.step import Diverged, StepSettings, TrainStep
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,9 @@ def open_run(
             yield run, None if saved is None else saved["data"]
         except Interrupted:
             store.wait()  # a write in the background is the checkpoint that the signal promised
+            raise
+        except Diverged:
+            run.write_last_record()
             raise
         store.wait()
 

@@ -118,8 +118,14 @@ class Run:
 
     def log(self, record: StepRecord, more: dict[str, float]) -> None:
         """Take in a step's record; write that of the step before, whose values are there by now."""
-        self._write_pending()
+        self.write_last_record()
         self._pending = PendingRecord(record, more)
+
+    def write_last_record(self) -> None:
+        """Write the last step's record, if it is still to be written."""
+        step_metrics = self._take_pending()
+        if step_metrics is not None:
+            self._write(step_metrics["step"], step_metrics)
 
     def log_more(self, more: dict[str, float]) -> None:
         """Add to the last step's record."""
@@ -189,11 +195,6 @@ class Run:
     def _save_weights(self, step: int) -> None:
         folder, dtype = self._weights_folder(step), self.config.ckpt.weights_dtype
         save_hf_weights(self.model, self.tokenizer, folder, dtype)
-
-    def _write_pending(self) -> None:
-        step_metrics = self._take_pending()
-        if step_metrics is not None:
-            self._write(step_metrics["step"], step_metrics)
 
     def _take_pending(self) -> dict[str, Any] | None:
         """Return the metrics of the pending record, which is then no longer pending."""

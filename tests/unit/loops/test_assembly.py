@@ -90,3 +90,13 @@ def test_a_run_that_wandb_refused_can_be_launched_again(
     assert main([*words, "--wandb.enabled", "--wandb.project", "a/b"]) == 2
     assert "wandb.project='a/b'" in capsys.readouterr().err
     assert main(words) == 0
+
+
+def test_a_run_that_diverges_records_every_step_up_to_its_end(tmp_path: Path) -> None:
+    words = [*write_tiny_run(tmp_path), "--max-steps", "9", "--optim.type", "sgd"]
+    words += ["--optim.lr", "1e38", "--optim.max-norm", "None", "--optim.max-skipped-steps", "3"]
+    with pytest.raises(RuntimeError, match=r"3 steps in a row .* \(up to step 4; "):
+        main(words)
+    assert record(tmp_path) == [1, 2, 3, 4]
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["optim/skipped_steps"], last["loss/mean"]) == (3, None)
