@@ -207,7 +207,10 @@ class Muon(torch.optim.Optimizer):
             UserError: a hyperparameter has left its range, or changed where the plan rests on it;
                 a gradient lies otherwise than its parameter; or, of the step before, as `settle`.
 
-        Collective: `plan.num_collectives()`, with `impl = "stacked"`; all ranks of the meshes.
+        Collective: the agreements of `Presence`, those of copies first; then with `impl` "stacked"
+            the exchanges in the order of the plan's slots (`plan.num_collectives()` in all), with
+            "per_matrix" one all-reduce for each sharding axis and parameter, in order. All ranks
+            of the meshes.
         """
         check_flag(finite, self._device)
         loss = None

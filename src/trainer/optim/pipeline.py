@@ -69,7 +69,7 @@ class StackedStep:
         self._exchange = exchange
         self._timer = timer
         self._orthogonalize = orthogonalize
-        self._layouts: dict[tuple[int, int], TableLayout | None] = {}
+        self._layouts: dict[tuple[int, int, int], TableLayout | None] = {}
         self._dtype = NS_DTYPES[plan.options.ns_dtype]
 
     def run(self, inputs: StepInputs, meanwhile: Callable[[], None]) -> None:
@@ -89,14 +89,12 @@ class StackedStep:
                     stage(flights[tick - lag], inputs)
             if tick == 1:
                 meanwhile()
-        if not flights:
-            meanwhile()
 
     def _find_table(self, flight: Flight, inputs: StepInputs) -> MatrixTable | None:
         """Return where a chunk's matrices lie; None where kernels that walk a table cannot run."""
         if matrix_table.find_kernels(inputs.momenta[0].device.type) is None:
             return None
-        place = (flight.index, flight.chunk.start)
+        place = (flight.index, flight.chunk.start, flight.chunk.stop)
         if place not in self._layouts:
             runs = find_runs(flight, inputs)
             self._layouts[place] = TableLayout(runs) if runs else None

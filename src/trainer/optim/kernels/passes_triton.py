@@ -187,9 +187,8 @@ def _message_kernel(
     # Every fp32 is a normal fp64, whose exponent bits are frexp's exponent less one.
     bits = largest.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) & 0x7FF).to(tl.int32) - 1022
-    exponent = tl.where(largest == 0.0, ZERO_EXPONENT, exponent)
-    shift = -tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT)
-    factor = _power_of_two(shift)
+    exponent = tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT)
+    factor = _power_of_two(-exponent)
     y_ptr = out_ptr + matrix * row_stride
     for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
         offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
@@ -198,7 +197,8 @@ def _message_kernel(
         tl.store(y_ptr + offsets, (u * factor).to(out_ptr.dtype.element_ty), mask=inside)
     if part == 0:
         ends = num_elements + tl.arange(0, TAIL)
-        sent = exponent.to(tl.float32).to(out_ptr.dtype.element_ty)
+        sent = tl.where(largest == 0.0, ZERO_EXPONENT, exponent)
+        sent = sent.to(tl.float32).to(out_ptr.dtype.element_ty)
         tl.store(y_ptr + ends, tl.zeros((TAIL,), out_ptr.dtype.element_ty) + sent)
 
 

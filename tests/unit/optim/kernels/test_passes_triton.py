@@ -96,8 +96,11 @@ DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" e
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_messages_by_table_equal_those_by_tensor(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("scale", [1.0, 2.0**125, 2.0**-130], ids=["plain", "huge", "subnormal"])
+def test_messages_by_table_equal_those_by_tensor(dtype: torch.dtype, scale: float) -> None:
     gradients, momenta, weights = _tensors()
+    for tensor in (*momenta, gradients[0]):
+        tensor *= scale / 8
     table = _table(gradients, momenta, weights, None)
     kept = table.update_momentum_(mu=MU, nesterov=False, keep="largest")
     message = table.message(kept, slice(1, 5), dtype, mu=MU, nesterov=False)
