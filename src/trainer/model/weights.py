@@ -21,6 +21,7 @@ from trainer.parallel.boxes import Box, local_box, local_part
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUM_NAMED = 3
 """Tensors listed in a message; the rest is a count."""
 
@@ -80,15 +81,21 @@ class OpenFiles:
         """Return a part of a tensor, on the CPU, in the file's dtype; reads no more than that.
 
         Raises:
-            UserError: the file cannot be read there.
+            UserError: the file cannot be read there, or what is there is no weight.
         """
+        where = f"model.name={str(self.folder)!r}: tensor {name} in {self.file_name(name)}"
         try:
-            return self._slice(name)[part]
+            values = self._slice(name)[part]
         except SafetensorError as error:
+            raise UserError(f"{where} cannot be read ({error}): copy the file again") from error
+        if values.dtype not in _DTYPES:
             raise UserError(
-                f"model.name={str(self.folder)!r}: tensor {name} in {self.file_name(name)} cannot "
-                f"be read ({error}): copy the file again"
-            ) from error
+                f"{where} is {values.dtype}: quantized weights cannot be trained; use the model's "
+                "weights in bfloat16 or float32"
+            )
+        if not values.isfinite().all():
+            raise UserError(f"{where} holds values that are not finite: copy the file again")
+        return values
 
     def _slice(self, name: str) -> Any:
         return self._handles[self._file_of[name]].get_slice(name)

@@ -115,6 +115,19 @@ def test_a_misshaped_tensor_is_named_with_both_shapes(folder: Path) -> None:
     refuse(folder, rf"tensor {re.escape(EXPERT)} .* has shape \[15, 32\], the .* \[16, 32\]")
 
 
+def test_a_weight_that_is_not_finite_is_named(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors["model.norm.weight"].fill_(torch.nan))
+    refuse(folder, r"tensor model\.norm\.weight in model\.safetensors holds values that are not")
+
+
+def test_quantized_weights_are_refused(folder: Path) -> None:
+    def quantize(tensors: Tensors) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+    edit(folder, quantize)
+    refuse(folder, r"tensor model\.norm\.weight in model\.safetensors is torch\.int8: quantized")
+
+
 @pytest.mark.parametrize("kept", [0, 4, 2000, -1], ids=["empty", "no-header", "header", "short"])
 def test_a_half_written_file_is_named(folder: Path, kept: int) -> None:
     file = folder / "model.safetensors"
