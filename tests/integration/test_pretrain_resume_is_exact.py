@@ -1,6 +1,5 @@
 """A pretraining run that stops and resumes is the run that never stopped; metrics add up."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.metrics import repeatable_metrics
 from tests.support.pretrain_configs import pretrain_config, write_corpus
 from tests.support.spawn import run_ranks
 from tests.support.texts import texts, write_jsonl_texts
@@ -15,8 +15,6 @@ from trainer.config import PretrainConfig
 
 pytestmark = pytest.mark.distributed
 
-TIMES = ("time/", "perf/", "optim/momentum_ms", "optim/newton_schulz_ms", "optim/exchange")
-TIMES += ("optim/update_ms",)
 CHANGES: dict[str, Any] = {"val": {"interval": 2, "prompts": ("1", "words"), "max_new_tokens": 5}}
 
 
@@ -50,7 +48,7 @@ def run_to_the_end_of_the_data(folder: str) -> list[str]:
 
     with pytest.raises(EndOfDataError) as raised:
         run_pretrain(config(1, max_steps=100))
-    step = len(metrics_of(Path(folder) / "ended"))
+    step = len(repeatable_metrics(Path(folder) / "ended"))
     run_pretrain(config(9, max_steps=step + 2, ckpt={"resume": "latest"}))
     return [str(raised.value), str(step)]
 
@@ -60,7 +58,7 @@ def test_where_the_data_end_the_state_is_saved_and_more_epochs_go_on(tmp_path):
     assert [message, step] == other
     assert f"raise max_epochs or give more text; the state after step {step} is saved" in message
     assert int(step) > 0
-    steps = [line["step"] for line in metrics_of(tmp_path / "ended")]
+    steps = [line["step"] for line in repeatable_metrics(tmp_path / "ended")]
     assert steps == list(range(1, int(step) + 3))
 
 
@@ -71,27 +69,19 @@ def folders(tmp_path_factory):
     return folder / "whole", folder / "parted"
 
 
-def metrics_of(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith(TIMES)}
-        for line in lines
-    ]
-
-
 def test_weights_are_bitwise_those_of_the_whole_run(folders):
     whole, parted = (folder / "weights" / "step_6" / "model.safetensors" for folder in folders)
     assert whole.read_bytes() == parted.read_bytes()
 
 
 def test_metrics_are_those_of_the_whole_run(folders):
-    whole, parted = (metrics_of(folder) for folder in folders)
+    whole, parted = (repeatable_metrics(folder) for folder in folders)
     assert [line["step"] for line in parted] == [1, 2, 3, 4, 5, 6]
     assert parted == whole
 
 
 def test_losses_of_the_sources_add_up_to_the_loss(folders):
-    for line in metrics_of(folders[0]):
+    for line in repeatable_metrics(folders[0]):
         # Five packs a step, three of the one source and two of the other; a token short of a
         # target (a document's last) shifts the weights by less than the tolerance.
         mean = (3 * line["loss/words"] + 2 * line["loss/lines"]) / 5
@@ -104,7 +94,7 @@ def test_losses_of_the_sources_add_up_to_the_loss(folders):
 
 
 def test_bits_per_byte_follow_from_the_validation_loss(folders):
-    evaluated = [line for line in metrics_of(folders[0]) if "val/loss" in line]
+    evaluated = [line for line in repeatable_metrics(folders[0]) if "val/loss" in line]
     assert [line["step"] for line in evaluated] == [2, 4, 6]
     ratios = [line["val/bits_per_byte"] / line["val/loss"] for line in evaluated]
     # Built-in tokenizer: a token a byte, and a little for the ends of documents.

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.metrics import repeatable_metrics
 from tests.support.rl_configs import rl_config
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-TIMES = ("time/", "perf/", "optim/momentum_ms", "optim/newton_schulz_ms", "optim/exchange")
-TIMES += ("optim/update_ms", "rollout/tokens_per_second")
 LATEST = {"ckpt": {"resume": "latest"}}
 CHANGES: dict[str, Any] = {
     "rollout": {"num_updates": 2, "temperature": 0.9},
@@ -87,21 +86,13 @@ def folders(tmp_path_factory):
     return folder / "whole", folder / "parted"
 
 
-def metrics_of(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if not name.startswith(TIMES)}
-        for line in lines
-    ]
-
-
 def test_weights_are_bitwise_those_of_the_whole_run(folders):
     whole, parted = (folder / "weights" / "step_5" / "model.safetensors" for folder in folders)
     assert whole.read_bytes() == parted.read_bytes()
 
 
 def test_metrics_are_those_of_the_whole_run(folders):
-    whole, parted = (metrics_of(folder) for folder in folders)
+    whole, parted = (repeatable_metrics(folder) for folder in folders)
     assert [line["step"] for line in parted] == [1, 2, 3, 4, 5]
     # The end of the first part was evaluated as such, step 3 of the whole run was not.
     parted[2] = {name: v for name, v in parted[2].items() if not name.startswith("val/")}
@@ -125,7 +116,9 @@ def test_rollouts_in_flight_refuse_what_they_were_not_made_under(folders):
 
 
 def test_two_ranks_go_on_with_rollouts_in_flight(folders):
-    whole, on_two = (metrics_of(folder) for folder in (folders[0], folders[0].parent / "on two"))
+    whole, on_two = (
+        repeatable_metrics(folder) for folder in (folders[0], folders[0].parent / "on two")
+    )
     for line, reference in zip(on_two[3:], whole[3:], strict=True):
         for name in ("reward/mean", "rollout/weights_version", "rollout/off_policy_steps"):
             assert line[name] == reference[name]
@@ -138,13 +131,13 @@ def test_a_run_stopped_while_it_samples_is_the_whole_run(folders):
     whole, stopped = folders[0], folders[0].parent / "stopped"
     weights = Path("weights") / "step_5" / "model.safetensors"
     assert (stopped / weights).read_bytes() == (whole / weights).read_bytes()
-    assert metrics_of(stopped) == metrics_of(whole)
+    assert repeatable_metrics(stopped) == repeatable_metrics(whole)
     for path in (whole / "rollouts").iterdir():
         assert (stopped / "rollouts" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_later_updates_of_a_batch_are_off_policy_and_say_so(folders):
-    lines = metrics_of(folders[0])
+    lines = repeatable_metrics(folders[0])
     assert [line["rollout/off_policy_steps"] for line in lines] == [0, 1, 0, 1, 0]
     assert [line["rollout/weights_version"] for line in lines] == [0, 0, 2, 2, 4]
     assert lines[1]["ratio/max"] > 1.001

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from tests.support.tables import changed, tiny_model
 from tests.support.texts import texts, write_jsonl_texts
 from trainer.config import PretrainConfig
 
@@ -13,39 +14,19 @@ def pretrain_config(folder: Path, corpus: Path, **changes: Any) -> PretrainConfi
     Args:
         folder: Of the run.
         corpus: Of the text.
-        changes: Values of top-level fields; tables are merged into their sections.
+        changes: As `changed` takes them.
     """
     table: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 3,
-        "model": {
-            "weights": "random",
-            "compute_dtype": "float32",
-            "load_balancing_coef": 0.01,
-            "architecture": {
-                "type": "qwen3_moe",
-                "vocab_size": 320,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "moe_intermediate_size": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 8,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-            },
-        },
+        "model": tiny_model(),
         "optim": {"type": "muon", "ns_dtype": "float32", "lr": 0.02},
         "data": {"seq_len": 64, "batch_size": 5, "source": mix_of(corpus)},
         "val": {"fraction": 0.2, "max_packs": 3},
         "parallel": {"device": "cpu"},
         "wandb": {"enabled": False},
     }
-    for name, value in changes.items():
-        merges = isinstance(value, dict) and name in table
-        table[name] = table[name] | value if merges else value
-    return PretrainConfig.model_validate(table)
+    return PretrainConfig.model_validate(changed(table, changes))
 
 
 def write_corpus(folder: Path) -> Path:

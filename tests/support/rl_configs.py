@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.rows import write_jsonl
+from tests.support.tables import changed, tiny_model
 from trainer.config import RLConfig
 from trainer.rl.rewards import Sample
 
@@ -13,14 +14,9 @@ def rl_config(folder: Path, **changes: Any) -> RLConfig:
 
     Args:
         folder: Of the run.
-        changes: Values of top-level fields; tables are merged into their sections, but one that
-            names a `type` takes the section's place.
+        changes: As `changed` takes them.
     """
-    table = _base(folder)
-    for name, value in changes.items():
-        merges = isinstance(value, dict) and "type" not in value and name in table
-        table[name] = table[name] | value if merges else value
-    return RLConfig.model_validate(table)
+    return RLConfig.model_validate(changed(_base(folder), changes))
 
 
 def part_ascii(sample: Sample) -> float:
@@ -41,25 +37,7 @@ def _base(folder: Path) -> dict[str, Any]:
     return {
         "output_dir": str(folder),
         "max_steps": 2,
-        "model": {
-            "weights": "random",
-            "compute_dtype": "float32",
-            "load_balancing_coef": 0.01,
-            "architecture": {
-                "type": "qwen3_moe",
-                "vocab_size": 320,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "moe_intermediate_size": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 8,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "initializer_range": 0.1,
-            },
-        },
+        "model": tiny_model(initializer_range=0.1),
         "optim": {"type": "muon", "lr": 0.002, "ns_dtype": "float32"},
         "env": {"source": task | {"size": 60, "template": "{word}"}},
         "rollout": {"num_prompts": 4, "num_samples": 3, "max_new_tokens": 6, "batch_size": 6},
