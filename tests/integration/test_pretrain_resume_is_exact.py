@@ -48,6 +48,7 @@ def run_to_the_end_of_the_data(folder: str) -> list[str]:
 
     with pytest.raises(EndOfDataError) as raised:
         run_pretrain(config(1, max_steps=100))
+    dist.barrier()  # rank 0 has written its last line
     step = len(repeatable_metrics(Path(folder) / "ended"))
     run_pretrain(config(9, max_steps=step + 2, ckpt={"resume": "latest"}))
     return [str(raised.value), str(step)]
