@@ -103,10 +103,10 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden_grad = torch.zeros_like(hidden_TD) if needs_hidden else None
         weight_grad = None
         logits_grad = _fused(_logits_grad_) if hidden_TD.is_cuda else _logits_grad_
-        chunks = zip(
-            rows_N.split(ctx.chunk_tokens), log_norms_N.split(ctx.chunk_tokens), strict=True
-        )
-        for rows, log_norm in chunks:
+        chunks = rows_N.split(ctx.chunk_tokens)
+        # Chunks add up in fp32: in bf16 a sum over many would lose the small ones.
+        sum_dtype = log_norms_N.dtype if len(chunks) > 1 else weight_VD.dtype
+        for rows, log_norm in zip(chunks, log_norms_N.split(ctx.chunk_tokens), strict=True):
             hidden = hidden_TD.index_select(0, rows)
             grad_NV = logits_grad(
                 hidden @ weight_VD.T,
@@ -117,10 +117,11 @@ class _TokenLogProbs(torch.autograd.Function):
             )
             if hidden_grad is not None:
                 hidden_grad.index_copy_(0, rows, grad_NV @ weight_VD)
-            if needs_weight:
-                # Chunks add up in fp32: in bf16 a sum over many would lose the small ones.
-                part = (grad_NV.T @ hidden).to(log_norm.dtype)
-                weight_grad = part if weight_grad is None else weight_grad.add_(part)
+            if needs_weight and weight_grad is None:
+                weight_grad = (grad_NV.T @ hidden).to(sum_dtype)
+            elif weight_grad is not None:
+                weight_grad.add_(grad_NV.T @ hidden)
+            del grad_NV  # before the next chunk makes its own
         if weight_grad is not None:
             weight_grad = weight_grad.to(weight_VD.dtype)
         return hidden_grad, weight_grad, None, None, None, None, None

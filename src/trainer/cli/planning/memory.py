@@ -182,11 +182,10 @@ def _loss_moment(
 def _head_gradient_bytes(hf_config: QwenConfig, shape: Shape) -> int:
     """Return the bytes of the output projection's gradient while it adds up over chunks.
 
-    The sum, a chunk's part and that of the chunk before, in fp32; the part as it was computed.
+    A chunk's part as it is computed, and where there are several their sum in fp32.
     """
     numel = hf_config.vocab_size * hf_config.hidden_size
-    computed = shape.compute_bytes if shape.compute_bytes != FP32_BYTES else 0
-    return numel * (min(3, shape.num_chunks) * FP32_BYTES + computed)
+    return numel * (shape.compute_bytes + (FP32_BYTES if shape.num_chunks > 1 else 0))
 
 
 @dataclass(frozen=True)
@@ -260,11 +259,10 @@ class _LayerBackward:
 def logits_bytes(hf_config: QwenConfig, shape: Shape) -> int:
     """Return the bytes of logits that exist at once on a GPU, where one kernel does a chunk.
 
-    A chunk's logits, their gradient, and that of the chunk before.
+    A chunk's logits and their gradient.
     """
     rows = min(shape.logits_chunk_tokens, shape.num_tokens)
-    num_alive = 3 if shape.num_chunks > 1 else 2
-    return num_alive * rows * hf_config.vocab_size * shape.compute_bytes
+    return 2 * rows * hf_config.vocab_size * shape.compute_bytes
 
 
 def _passing_rows(hf_config: QwenConfig, layer: int, shape: Shape) -> int:
