@@ -14,8 +14,10 @@ from trainer.data.rows import BadRow
 from trainer.errors import UserError
 from trainer.user_function import check_arguments, load_function
 
+NUM_WHOLE = 100_000
+"""Longest list of which a fingerprint reads every row: about a second."""
 NUM_COMPARED = 16
-"""Rows that a fingerprint reads, evenly spread."""
+"""Rows, at least, that it reads of a longer one or of rows made on the fly, evenly spread."""
 
 
 @runtime_checkable
@@ -74,9 +76,14 @@ class FunctionRows:
         return f"{self._path}[{index}]"
 
     def fingerprint(self) -> str:
-        """Return what tells these rows from others, or from the same in another order."""
-        hashed = hashlib.blake2b(digest_size=16)
-        for index in range(0, len(self), max(1, len(self) // NUM_COMPARED)):
+        """Return what tells these rows from others, or from the same in another order.
+
+        It reads every row of a list or tuple of up to `NUM_WHOLE`, and 16 to 31 of anything else:
+        making rows may take long.
+        """
+        hashed = hashlib.blake2b(str(len(self)).encode(), digest_size=16)
+        is_whole = isinstance(self._rows, list | tuple) and len(self) <= NUM_WHOLE
+        for index in range(0, len(self), 1 if is_whole else max(1, len(self) // NUM_COMPARED)):
             try:
                 hashed.update(_digest(self[index]))
             except BadRow as error:

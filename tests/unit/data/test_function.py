@@ -108,7 +108,43 @@ def test_values_that_json_lacks_are_no_chance(open_function):
             return {**super().__getitem__(index), "tests": object()}
 
     assert open_function(Objects).fingerprint() == open_function(Objects).fingerprint()
-    assert open_function(lambda: ROWS).fingerprint() != open_function(lambda: ROWS[::-1])
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_fingerprint_tells_the_order_of_any_two_rows_of_a_list(open_function, kind):
+    rows = [{"question": f"{i} + 1?"} for i in range(1000)]
+    swapped = [rows[0], rows[2], rows[1], *rows[3:]]
+    first, again, other = (
+        open_function(lambda rows=rows: kind(rows)).fingerprint() for rows in (rows, rows, swapped)
+    )
+    assert first == again != other
+
+
+def test_a_fingerprint_reads_few_of_rows_made_on_the_fly_and_tells_their_number(open_function):
+    read = []
+
+    class Costly(OnTheFly):
+        def __init__(self, size):
+            self.size = size
+
+        def __len__(self):
+            return self.size
+
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    sizes = {open_function(Costly, size=size).fingerprint() for size in (1000, 1001)}
+    assert len(sizes) == 2
+    assert len(read) < 100
+
+
+def test_a_fingerprint_samples_a_list_that_is_too_long(open_function, monkeypatch):
+    monkeypatch.setattr("trainer.data.function.NUM_WHOLE", 39)
+    rows = [{"question": str(i)} for i in range(40)]
+    swapped = [rows[0], rows[3], rows[2], rows[1], *rows[4:]]  # every second row is read
+    prints = {open_function(lambda rows=rows: rows).fingerprint() for rows in (rows, swapped)}
+    assert len(prints) == 1
 
 
 def test_functions_may_be_mixed(open_function):
