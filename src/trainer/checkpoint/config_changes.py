@@ -32,8 +32,9 @@ FREE_WITHIN_FIXED = {
     "data.source.verify",
     "data.source.max_epochs",
 }
-"""Moved files are the same data while they are as many and as long, which the data position checks.
-How often a source is to be gone through decides nothing about what came before."""
+"""Moved files are the same data while they are as many and as long, a renamed function while the
+fingerprint of its rows is: the data position checks both. How often a source is to be gone through
+decides nothing about what came before."""
 FREE_FROM_ERROR = {
     "data.on_bad_row",
     "data.overlong",

@@ -15,7 +15,7 @@ from trainer.data.encode import SampleEncoder
 from trainer.data.packing import Document, Pack, take_best_fit
 from trainer.data.reader import RowReader
 from trainer.data.rows import Row, question_key, question_text
-from trainer.data.sources import Rows, SplitRows, open_sources
+from trainer.data.sources import Rows, SplitRows, function_fingerprints, open_sources
 from trainer.errors import UserError
 
 NUM_MAJORITY_ROWS = 4096
@@ -33,10 +33,15 @@ class HeldOut:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Sources of training and of validation (none: no validation)."""
+    """Sources of training and of validation (none: no validation).
+
+    Attributes:
+        fingerprints: Of the sources in `data.source` that a function makes, by their place.
+    """
 
     train: tuple[Rows, ...]
     validation: tuple[Rows, ...]
+    fingerprints: dict[str, str]
 
 
 def split_rows(data: DataConfig, val: ValConfig) -> Split:
@@ -46,10 +51,11 @@ def split_rows(data: DataConfig, val: ValConfig) -> Split:
         UserError: a source cannot be opened, or a fraction leaves no row for training.
     """
     train = open_sources(data.source, "data.source")
+    fingerprints = function_fingerprints(train)
     if val.source is not None:
-        return Split(train, open_sources(val.source, "val.source"))
+        return Split(train, open_sources(val.source, "val.source"), fingerprints)
     if val.fraction == 0:
-        return Split(train, ())
+        return Split(train, (), fingerprints)
     num_held_out = [max(1, round(val.fraction * len(rows))) for rows in train]
     for rows, num in zip(train, num_held_out, strict=True):
         if num >= len(rows):
@@ -61,6 +67,7 @@ def split_rows(data: DataConfig, val: ValConfig) -> Split:
     return Split(
         tuple(SplitRows(rows, num, len(rows)) for rows, num in pairs),
         tuple(SplitRows(rows, 0, num) for rows, num in pairs),
+        fingerprints,
     )
 
 

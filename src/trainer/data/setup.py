@@ -68,7 +68,7 @@ def setup_sft_data(
     held_out = pick_held_out(split.validation, val_reader, encoder, val.num_generate)
     reader = RowReader(encoder, data, held_out_keys(split.validation, val_reader))
     weights = [source.weight for source in single_sources(data.source)]
-    stream = SFTStream(split.train, weights, reader, data, seed)
+    stream = SFTStream(split.train, weights, reader, data, seed, split.fingerprints)
     return SFTData(
         train=PrefetchedStream(stream, data.batch_size) if data.prefetch else stream,
         validation_packs=packs,

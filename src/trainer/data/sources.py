@@ -133,6 +133,15 @@ def open_sources(source: Source, field: str) -> tuple[Rows, ...]:
     return (open_rows(source, field),)
 
 
+def function_fingerprints(opened: Sequence[Rows]) -> dict[str, str]:
+    """Return the fingerprints of the sources that a function makes, by their place, for JSON."""
+    return {
+        str(place): rows.fingerprint()
+        for place, rows in enumerate(opened)
+        if isinstance(rows, FunctionRows)
+    }
+
+
 def open_rows(source: SingleSource, field: str) -> Rows:
     """Open one source; arguments and errors as `open_sources`."""
     match source:

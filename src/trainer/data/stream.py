@@ -5,8 +5,9 @@ rank runs the same stream and takes its packs with `packing.deal`, so the order 
 same on any number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from trainer.config.data import DataConfig
@@ -44,6 +45,7 @@ class SFTStream:
         reader: rows to documents.
         config: the `data` section.
         seed: of the shuffle.
+        fingerprints: of the sources that a function makes, by their place.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SFTStream:
         reader: RowReader,
         config: DataConfig,
         seed: int,
+        fingerprints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._sources = sources
         self._reader = reader
@@ -64,6 +67,8 @@ class SFTStream:
             "data.shuffle": config.shuffle,
             "questions held out by val": reader.num_excluded,
         }
+        if fingerprints:
+            self._identity["rows of functions in data.source"] = dict(fingerprints)
         sizes = [len(rows) for rows in sources]
         self._order = RowOrder(sizes, weights, seed, config.shuffle)
         self._pending: list[Pending] = []
@@ -109,9 +114,9 @@ class SFTStream:
 
     def _check_identity(self, saved: dict[str, Any]) -> None:
         for key, value in self._identity.items():
-            if saved[key] != value:
+            if saved.get(key) != value:
                 raise UserError(
-                    f"{key}: {value} in this run, {saved[key]} in the one that saved the "
+                    f"{key}: {value} in this run, {saved.get(key)} in the one that saved the "
                     "checkpoint, so its place in the data means nothing here: restore data, val "
                     "and seed, or start a new run from the checkpoint's weights"
                 )

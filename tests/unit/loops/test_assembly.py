@@ -49,6 +49,34 @@ def test_data_of_another_size_is_refused_before_the_record_is_touched(
     assert not (tmp_path / "run" / "config.resume-1.toml").exists()
 
 
+FUNCTION = ["--data.source.type", "function", "--data.source.path"]
+MODULE = """
+def rows():
+    lines = [f"hello {i}" for i in range(16)]
+    return [{"prompt": line, "completion": line[::-1]} for line in lines]
+
+def renamed():
+    return rows()
+
+def others():
+    return [*rows()[:3], {"prompt": "3", "completion": "4"}, *rows()[4:]]
+"""
+
+
+def test_a_function_may_be_renamed_but_not_make_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows_of_assembly.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [*write_tiny_run(tmp_path), *LATEST, *FUNCTION]
+    assert main([*words, "rows_of_assembly:rows", "--max-steps", "1"]) == 0
+    assert main([*words, "rows_of_assembly:others"]) == 2
+    assert "rows of functions in data.source: {'0': '" in capsys.readouterr().err
+    assert record(tmp_path) == [1]
+    assert main([*words, "rows_of_assembly:renamed"]) == 0
+    assert record(tmp_path) == [1, 2]
+
+
 def test_weights_that_a_kill_prevented_are_written_on_resume(
     words: list[str], tmp_path: Path
 ) -> None:

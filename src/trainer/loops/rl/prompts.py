@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config import RLConfig
 from trainer.config.data import DataConfig
 from trainer.data.encode import SampleEncoder
-from trainer.data.function import FunctionRows
 from trainer.data.order import RowOrder
 from trainer.data.rows import BadRow, ChatRow, Row, parse_row, question_key, question_text
-from trainer.data.sources import Rows, SplitRows, single_sources
+from trainer.data.sources import Rows, SplitRows, function_fingerprints, single_sources
 from trainer.errors import UserError
 from trainer.loops.rl.prompt_rows import SCORE_TASK, open_prompt_rows, with_answer
 
@@ -213,11 +212,6 @@ def setup_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerFast) -> Promp
     """
     encoder = SampleEncoder(tokenizer, tokenization(config))
     opened = open_prompt_rows(config.env.source, "env.source", config)
-    fingerprints = {
-        str(place): rows.fingerprint()
-        for place, rows in enumerate(opened)
-        if isinstance(rows, FunctionRows)
-    }
     train, validation = _split(opened, config)
     reader = PromptReader(config, encoder)
     held_out = _read_distinct(validation, reader)
@@ -227,7 +221,7 @@ def setup_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerFast) -> Promp
         PromptReader(config, encoder, frozenset(held_out)),
         seed=config.seed,
         shuffle=config.env.shuffle,
-        fingerprints=fingerprints,
+        fingerprints=function_fingerprints(opened),
     )
     evaluated = tuple(held_out.values())[: config.val.num_prompts]
     num_train = sum(len(rows) for rows in train)
