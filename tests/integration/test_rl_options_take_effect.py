@@ -29,6 +29,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 DIFFERING = {
     "other rows": {"source": {"type": "function", "path": f"{__name__}:rows_by_rank"}},
+    "other rows made on the fly": {
+        "source": {"type": "function", "path": f"{__name__}:odd_rows_by_rank"}
+    },
     "more rows": {"source": {"type": "function", "path": f"{__name__}:num_rows_by_rank"}},
     "a reward that fails": {
         "rewards": [{"type": "function", "path": f"{__name__}:failing_on_rank_1"}],
@@ -41,6 +44,20 @@ DIFFERING = {
 def rows_by_rank() -> list[dict[str, Any]]:
     first = int(os.environ["RANK"])
     return [{"question": f"{i + first}?", "answer": 1} for i in range(20)]
+
+
+class OddRowsByRank:
+    """Differs between ranks where a fingerprint does not read."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"question": f"{index}? {index % 2 and os.environ['RANK']}", "answer": 1}
+
+
+def odd_rows_by_rank() -> OddRowsByRank:
+    return OddRowsByRank()
 
 
 def num_rows_by_rank() -> list[dict[str, Any]]:
@@ -99,9 +116,10 @@ def test_every_variant_trains(metrics, name):
 def test_an_environment_that_differs_by_rank_ends_all_ranks(tmp_path):
     first, second = run_ranks(2, run_differing, str(tmp_path), timeout_s=200)
     assert first == second
-    other_rows, more_rows, failing = first
-    assert "the ranks hold different prompts" in other_rows
-    assert "the ranks hold different prompts" in more_rows
+    other_rows, made_on_the_fly, more_rows, failing = first
+    assert "the ranks hold different data" in other_rows
+    assert "the ranks hold different prompts" in made_on_the_fly
+    assert "the ranks hold different data" in more_rows
     assert "rank 1: reward 'failing_on_rank_1' failed on" in failing
 
 

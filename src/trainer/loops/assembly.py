@@ -4,12 +4,13 @@ Owns what is alive during a run, and saving and resuming it. The order in which 
 the loops' (`supervised.py`); what a step does is `trainer.step`'s.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerFast
 
@@ -21,7 +22,6 @@ from trainer.loops.display import Display
 from trainer.loops.plan_file import describe_plan, kernel_choices
 from trainer.loops.run import Run
 from trainer.loops.run_folder import check_output_dir, resolve_resume, write_config
-from trainer.loops.supervised import PackStream
 from trainer.metrics import MetricsWriter
 from trainer.optim import setup_optimizer
 from trainer.parallel import build_mesh
@@ -36,15 +36,26 @@ from trainer.step import Diverged, StepSettings, TrainStep
 logger = logging.getLogger(__name__)
 
 
+class Resumable(Protocol):
+    """Where a run stands in its data, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place, as JSON."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place; a UserError if it means nothing under this config and data."""
+
+
 @contextmanager
 def open_run(
     config: RunConfig,
     world: World,
     tokenizer: PreTrainedTokenizerFast,
     kind: str,
+    place: Resumable,
     source_names: Sequence[str] = (),
-    stream: PackStream | None = None,
-) -> Iterator[tuple[Run, dict[str, Any] | None]]:
+) -> Iterator[tuple[Run, bool]]:
     """Build everything a run needs, resume it if asked, and close it in order.
 
     Args:
@@ -52,22 +63,24 @@ def open_run(
         world: Of this process.
         tokenizer: Of the data; saved with the weights.
         kind: The display's title.
+        place: At its start; goes to the saved one before anything in the folder changes.
         source_names: Of the sources of data, to record the loss of each.
-        stream: Goes to the saved position before anything in the folder changes; None: the caller
-            sees to it.
 
     Yields:
-        The run, and the data position to continue from (None: from the start).
+        The run, and whether it goes on from a checkpoint.
 
     Raises:
-        UserError: the folder holds another run, or the checkpoint does not fit.
+        UserError: the folder holds another run, the ranks hold different data, or the checkpoint
+            does not fit; on all ranks.
 
-    Collective: all ranks; building the mesh, the model and the optimizer, then loading.
+    Collective: all ranks; one all-gather of digests of the data; building the mesh, the model and
+        the optimizer, then loading.
     """
     use_deterministic_algorithms(config.deterministic, world.device)
     seed_all(config.seed)
     folder = Path(config.output_dir)
     ranks = Ranks()
+    _check_equality(ranks, place)
     ranks.on_first(lambda: check_output_dir(config.output_dir), UserError)
     store = CheckpointStore(
         folder / "checkpoints",
@@ -85,9 +98,9 @@ def open_run(
     _check_vocabulary(step.model.config.vocab_size, tokenizer)
     if resume_step is not None:
         store.load(resume_step, step.model, step.optimizer)
-    if saved is not None and stream is not None:
+    if saved is not None:
         position = saved["data"]
-        ranks.together(lambda: stream.load_state_dict(position))
+        ranks.together(lambda: place.load_state_dict(position))
     with ExitStack() as stack:
         stop_signal = stack.enter_context(StopSignal(has_launcher=world.size > 1))
         run = Run(config, world, tokenizer, step, store, stop_signal, source_names)
@@ -98,7 +111,7 @@ def open_run(
             run.profiler.warn_of_past_steps(step.progress.step)
             run.save_missing_weights()
         try:
-            yield run, None if saved is None else saved["data"]
+            yield run, saved is not None
         except Interrupted:
             store.wait()  # a write in the background is the checkpoint that the signal promised
             raise
@@ -155,6 +168,17 @@ def _open_record(
         run.display = stack.enter_context(Display(config.max_steps, run.progress.step, kind))
 
     ranks.on_first(open_on_first, UserError, OSError)
+
+
+def _check_equality(ranks: Ranks, place: Resumable) -> None:
+    """Refuse data that differ between ranks: each would deal itself packs of another order."""
+    digest = hashlib.blake2b(json.dumps(place.state_dict(), sort_keys=True).encode()).digest()
+    if len(set(ranks.gather(digest))) > 1:
+        raise UserError(
+            "the ranks hold different data: data.source (env.source) or val.source is not the same "
+            "on every rank; give all nodes the same files, and seed a function's random numbers "
+            "(a set has another order in every process)"
+        )
 
 
 def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -27,10 +27,10 @@ def run_pretrain(config: PretrainConfig) -> None:
     """
     with open_world(config.parallel) as world:
         tokenizer, data = Ranks().together(lambda: _setup_data(config))
-        names, stream = data.source_names, data.train
-        with open_run(config, world, tokenizer, "pretrain", names, stream) as (run, position):
+        place, names = data.train, data.source_names
+        with open_run(config, world, tokenizer, "pretrain", place, names) as (run, is_resumed):
             run.say(data.description)
-            if position is None:
+            if not is_resumed:
                 show_continuations(run, config, data, "before training")
             train(run, config, data.train, lambda: evaluate(run, config, data))
             run.say("\n".join(run.where_things_lie()))

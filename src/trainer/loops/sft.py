@@ -26,14 +26,14 @@ def run_sft(config: SFTConfig) -> None:
     """
     with open_world(config.parallel) as world:
         tokenizer, data = Ranks().together(lambda: _setup_data(config))
-        with open_run(config, world, tokenizer, "SFT", stream=data.train) as (run, position):
+        with open_run(config, world, tokenizer, "SFT", data.train) as (run, is_resumed):
             run.say(data.description)
             if config.val.interval and not data.validation_packs:
                 run.say(
                     f"val.interval={config.val.interval}: neither val.source nor val.fraction is "
                     "given, so there is nothing to evaluate"
                 )
-            if position is None:
+            if not is_resumed:
                 show_answers(run, config, data, "before training")
             train(run, config, data.train, lambda: evaluate(run, config, data))
             run.say("\n".join(run.where_things_lie() + _what_next(run)))

@@ -35,56 +35,27 @@ class InFlight:
     num_updates_done: int = 0
 
 
-class Rounds:
-    """Deals out the rollouts of each optimizer step, sampling anew when the last are used up.
+class Place:
+    """Where a run stands: in its prompts, in its rounds, in the rollouts in flight.
 
-    Args:
-        run: Under way.
-        config: Of the run.
+    Attributes:
         stream: Of training prompts.
-        collector: Samples and scores.
+        round: Batches sampled so far.
+        in_flight: What is still to be trained on; None: a batch is due.
     """
 
-    def __init__(
-        self, run: Run, config: RLConfig, stream: PromptStream, collector: Collector
-    ) -> None:
-        self.collector = collector
-        self.policy = Policy(run, config)
-        self._run = run
+    def __init__(self, config: RLConfig, stream: PromptStream) -> None:
+        self.stream = stream
+        self.round = 0
+        self.in_flight: InFlight | None = None
         self._config = config
-        self._stream = stream
-        self._round = 0
-        self._in_flight: InFlight | None = None
-
-    def next_rollouts(self) -> tuple[list[Rollout], dict[str, float]]:
-        """Return the rollouts of the next optimizer step, and the metrics of their batch.
-
-        Every step has the metrics of the batch it trains on; what sampling took is the first's.
-
-        Collective: as `Collector.collect` when a batch is due; rank 0 writes it to its file.
-        """
-        if self._in_flight is None:
-            self._in_flight = InFlight(self._sample())
-        flight, num_updates = self._in_flight, self._config.rollout.num_updates
-        size = len(flight.batch.groups) // num_updates
-        start = flight.num_updates_done * size
-        part = flight.batch.groups[start : start + size]
-        flight.num_updates_done += 1
-        if flight.num_updates_done == num_updates:
-            self._in_flight = None
-        rollouts = [rollout for group in part for rollout in group]
-        # A skipped step counts as any other: nothing waits for its outcome.
-        staleness = self._run.progress.step - rollouts[0].version
-        metrics = flight.batch.metrics | {"rollout/off_policy_steps": staleness}
-        is_first = start == 0
-        return rollouts, {n: v for n, v in metrics.items() if is_first or n not in SAMPLING_TIMES}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands, as JSON: rollouts in flight included."""
-        flight = self._in_flight
+        """Return the place as JSON, rollouts in flight included."""
+        flight = self.in_flight
         return {
-            "prompts": self._stream.state_dict(),
-            "round": self._round,
+            "prompts": self.stream.state_dict(),
+            "round": self.round,
             "in_flight": None
             if flight is None
             else {
@@ -96,19 +67,16 @@ class Rounds:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from where a run stood; rollout files of later steps are removed.
+        """Go to a saved place.
 
         Raises:
-            UserError: rollouts are in flight that the config would have sampled otherwise.
-
-        Collective: one broadcast.
+            UserError: it is of other prompts, or rollouts are in flight that the config would have
+                sampled otherwise.
         """
-        self._stream.load_state_dict(state["prompts"])
-        self._round = state["round"]
+        self.stream.load_state_dict(state["prompts"])
+        self.round = state["round"]
         if state["in_flight"] is not None:
-            self._in_flight = self._restore(state["in_flight"])
-        folder, step = self._run.folder / "rollouts", self._run.progress.step
-        Ranks().on_first(lambda: cut_rollouts_after(folder, step), OSError)
+            self.in_flight = self._restore(state["in_flight"])
 
     def _restore(self, state: dict[str, Any]) -> InFlight:
         rollouts = [Rollout.from_state(entry) for entry in state["rollouts"]]
@@ -123,17 +91,68 @@ class Rounds:
         groups = tuple(in_groups(rollouts, self._config.rollout.num_samples))
         return InFlight(RolloutBatch(groups, state["metrics"]), state["num_updates_done"])
 
+
+class Rounds:
+    """Deals out the rollouts of each optimizer step, sampling anew when the last are used up.
+
+    Args:
+        run: Under way.
+        config: Of the run.
+        place: Where the run stands; moved on.
+        collector: Samples and scores.
+    """
+
+    def __init__(self, run: Run, config: RLConfig, place: Place, collector: Collector) -> None:
+        self.collector = collector
+        self.place = place
+        self.policy = Policy(run, config)
+        self._run = run
+        self._config = config
+
+    def next_rollouts(self) -> tuple[list[Rollout], dict[str, float]]:
+        """Return the rollouts of the next optimizer step, and the metrics of their batch.
+
+        Every step has the metrics of the batch it trains on; what sampling took is the first's.
+
+        Collective: as `Collector.collect` when a batch is due; rank 0 writes it to its file.
+        """
+        if self.place.in_flight is None:
+            self.place.in_flight = InFlight(self._sample())
+        flight, num_updates = self.place.in_flight, self._config.rollout.num_updates
+        size = len(flight.batch.groups) // num_updates
+        start = flight.num_updates_done * size
+        part = flight.batch.groups[start : start + size]
+        flight.num_updates_done += 1
+        if flight.num_updates_done == num_updates:
+            self.place.in_flight = None
+        rollouts = [rollout for group in part for rollout in group]
+        # A skipped step counts as any other: nothing waits for its outcome.
+        staleness = self._run.progress.step - rollouts[0].version
+        metrics = flight.batch.metrics | {"rollout/off_policy_steps": staleness}
+        is_first = start == 0
+        return rollouts, {n: v for n, v in metrics.items() if is_first or n not in SAMPLING_TIMES}
+
+    def cut_rollouts(self) -> None:
+        """Remove rollout files of steps after the one that the run stands at.
+
+        Collective: one broadcast.
+        """
+        folder, step = self._run.folder / "rollouts", self._run.progress.step
+        Ranks().on_first(lambda: cut_rollouts_after(folder, step), OSError)
+
     def _sample(self) -> RolloutBatch:
-        version, before = self._run.progress.step, self._stream.state_dict()
+        version, before = self._run.progress.step, self.place.stream.state_dict()
         try:
             before_batch = partial(stop_if_asked, self._run)
-            batch = self.collector.collect(self._stream, self._round + 1, version, before_batch)
+            batch = self.collector.collect(
+                self.place.stream, self.place.round + 1, version, before_batch
+            )
         except Interrupted:
             # The run that resumes samples this batch anew, and the same.
-            self._stream.load_state_dict(before)
+            self.place.stream.load_state_dict(before)
             raise
-        self._round += 1
-        counts = {f"data/{reason}": count for reason, count in self._stream.counts.items()}
+        self.place.round += 1
+        counts = {f"data/{reason}": count for reason, count in self.place.stream.counts.items()}
         batch = replace(batch, metrics=batch.metrics | counts)
         rollouts = [rollout for group in batch.groups for rollout in group]
         if self._config.loss.old_log_probs == "trainer":

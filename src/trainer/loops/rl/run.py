@@ -19,7 +19,7 @@ from trainer.loops.due import is_due
 from trainer.loops.rl.collect import Collector
 from trainer.loops.rl.plot import plot_metrics
 from trainer.loops.rl.prompts import Prompt, Prompts, setup_prompts, tokenization
-from trainer.loops.rl.rounds import Rounds
+from trainer.loops.rl.rounds import Place, Rounds
 from trainer.loops.run import Run
 from trainer.model.inference import inference
 from trainer.parallel.agreement import Ranks
@@ -45,7 +45,8 @@ def run_rl(config: RLConfig) -> None:
     """
     with open_world(config.parallel) as world:
         tokenizer, prompts, sampling, scorer = Ranks().together(lambda: _setup(config))
-        with open_run(config, world, tokenizer, "RL") as (run, position):
+        place = Place(config, prompts.train)
+        with open_run(config, world, tokenizer, "RL", place) as (run, is_resumed):
             run.say(prompts.description)
             engine = LocalEngine(
                 run.model,
@@ -55,9 +56,9 @@ def run_rl(config: RLConfig) -> None:
                 batch_size=config.rollout.batch_size,
             )
             collector = Collector(config, tokenizer, engine, sampling, scorer)
-            rounds = Rounds(run, config, prompts.train, collector)
-            if position is not None:
-                rounds.load_state_dict(position)
+            rounds = Rounds(run, config, place, collector)
+            if is_resumed:
+                rounds.cut_rollouts()
             train(run, config, prompts, rounds)
             if run.world.is_first:
                 plot_metrics(run.folder / "metrics.jsonl", run.folder / "rewards.png")
@@ -116,7 +117,7 @@ def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
         if prompts.held_out and is_due(config.val.interval, record.step, config.max_steps):
             run.log_more(evaluate(run, rounds.collector, prompts.held_out, f"at {record.step}"))
         stopped_by = run.stop_signal.agreed()
-        run.save_if_due(rounds.state_dict(), now=stopped_by is not None)
+        run.save_if_due(rounds.place.state_dict(), now=stopped_by is not None)
         if stopped_by is not None:
             raise Interrupted(stopped_by)
 
@@ -126,7 +127,7 @@ def _rollouts_or_save(run: Run, rounds: Rounds) -> tuple[list[Rollout], dict[str
     try:
         return rounds.next_rollouts()
     except Interrupted:
-        run.save_if_due(rounds.state_dict(), now=True)
+        run.save_if_due(rounds.place.state_dict(), now=True)
         raise
 
 
