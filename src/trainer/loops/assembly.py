@@ -182,26 +182,27 @@ def _check_equality(ranks: Ranks, place: Resumable) -> None:
 
 
 def _check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerFast) -> None:
-    if len(tokenizer) > vocab_size:
+    # Ids may have gaps, so there may be fewer tokens than the largest id says.
+    num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if num_ids > vocab_size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocab_size={vocab_size}: "
+            f"the tokenizer's ids reach {num_ids - 1}, the model's vocab_size={vocab_size}: "
             "every token needs a row; raise model.architecture.vocab_size, or give the tokenizer "
             "that belongs to the model in data.tokenizer"
         )
 
 
 def _warn_of_positions(config: RunConfig, max_position_embeddings: int) -> None:
-    match config:
-        case SupervisedConfig() | RLConfig() if config.data.seq_len > max_position_embeddings:
-            logger.warning(
-                "data.seq_len=%d exceeds the model's max_position_embeddings=%d: positions restart "
-                "with every document, but a longer one has positions that its readers may refuse; "
-                "lower data.seq_len, or raise model.architecture.max_position_embeddings",
-                config.data.seq_len,
-                max_position_embeddings,
-            )
-        case _:
-            pass
+    if isinstance(config, SupervisedConfig | RLConfig) and (
+        config.data.seq_len > max_position_embeddings
+    ):
+        logger.warning(
+            "data.seq_len=%d exceeds the model's max_position_embeddings=%d: positions restart "
+            "with every document, but a longer one has positions that its readers may refuse; "
+            "lower data.seq_len, or raise model.architecture.max_position_embeddings",
+            config.data.seq_len,
+            max_position_embeddings,
+        )
 
 
 def _check_saved(saved: dict[str, Any], config: RunConfig, world: World) -> None:

@@ -1,12 +1,18 @@
 import json
 import logging
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny import row, write_tiny_run
 from trainer.cli.main import main
+from trainer.errors import UserError
+from trainer.loops.assembly import _check_vocabulary
 
 LATEST = ["--ckpt.resume", "latest"]
 
@@ -128,3 +134,12 @@ def test_a_run_that_diverges_records_every_step_up_to_its_end(tmp_path: Path) ->
     assert record(tmp_path) == [1, 2, 3, 4]
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["optim/skipped_steps"], last["loss/mean"]) == (3, None)
+
+
+@pytest.mark.parametrize(("largest_id", "is_refused"), [(95, False), (96, True)])
+def test_ids_with_gaps_must_have_rows_too(largest_id, is_refused):
+    words = WordLevel({"a": 0, "b": largest_id}, unk_token="a")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+    refusal = pytest.raises(UserError, match="ids reach 96, the model's vocab_size=96")
+    with refusal if is_refused else nullcontext():
+        _check_vocabulary(96, tokenizer)
