@@ -124,9 +124,11 @@ def main() -> None:
         rest = min(rates, key=tuned[f"{name}, rest"].__getitem__)
         best[f"{name}, rest tuned too"] = (name, rates[rest])
     compared = {
-        label: [run(out, trial(name, rates, seed, arguments.steps)) for seed in range(num_seeds)]
+        label: [
+            run(out, trial(name, rates, seed, arguments.steps))
+            for seed in range(num_seeds(arguments, is_first_go=label == name))
+        ]
         for label, (name, rates) in best.items()
-        for num_seeds in [arguments.seeds if label == name else arguments.rest_seeds]
     }
     overlaid = {
         group: {
@@ -152,6 +154,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="one rate, one seed, one overlay")
     parser.add_argument("--publish", action="store_true", help="copy the report into docs/")
     return parser.parse_args()
+
+
+def num_seeds(arguments: argparse.Namespace, *, is_first_go: bool) -> int:
+    """Return over how many seeds a winner runs."""
+    if arguments.short:
+        return 1
+    return arguments.seeds if is_first_go else arguments.rest_seeds
 
 
 def tune(
@@ -182,9 +191,10 @@ def overlay_trial(
 ) -> Trial:
     """Return the run of one way to compute the same, at the rates that won first."""
     label = "-".join(re.findall(r"\w+", name))
-    rates = ("--optim.lr", str(first["muon"]), "--optim.adamw-lr", str(first["adamw"]))
+    lr, rest = first["muon"], first["adamw"]
+    rates = ("--optim.lr", str(lr), "--optim.adamw-lr", str(rest))
     return Trial(
-        f"overlay-{label}-lr{first['muon']}-{num_steps}", (*rates, *flags), num_ranks, num_steps
+        f"overlay-{label}-lr{lr}-rest{rest}-{num_steps}", (*rates, *flags), num_ranks, num_steps
     )
 
 
