@@ -48,18 +48,19 @@ def export_checkpoint(
         RuntimeError: the weights could not be written; nothing is left behind.
     """
     target = weight_dtype(dtype)
-    if find_checkpoint(str(checkpoint), "checkpoint") is None:
+    found = find_checkpoint(str(checkpoint), "checkpoint")
+    if found is None:
         raise UserError(
             f"checkpoint={checkpoint} is no complete checkpoint: give a folder "
             "checkpoints/step_N of a run"
         )
     _start(out)
     try:
-        check_files(checkpoint, read_manifest(checkpoint))
-        index = read_index(checkpoint)
-        check_tensors_alone(checkpoint, index, MODEL)
-        _write_weights(checkpoint, index, beside(out), target, max_shard_gib)
-        _copy_companions(checkpoint / HF_FOLDER, beside(out), dtype)
+        check_files(found, read_manifest(found))
+        index = read_index(found)
+        check_tensors_alone(found, index, MODEL)
+        _write_weights(found, index, beside(out), target, max_shard_gib)
+        _copy_companions(found / HF_FOLDER, beside(out), dtype)
         publish(out)
     except (OSError, ValueError, SafetensorError) as failure:
         shutil.rmtree(beside(out), ignore_errors=True)

@@ -66,10 +66,14 @@ def _damaged(
     by_file: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for path, offset, length, name in boxes[rank::size]:
         by_file[path].append((offset, length, name))
-    damaged = []
+    damaged: list[str] = []
     for path, places in by_file.items():
-        with (folder / path).open("rb") as file:
-            damaged += [name for offset, size, name in places if not _is_whole(file, offset, size)]
+        try:
+            with (folder / path).open("rb") as file:
+                damaged += [name for at, length, name in places if not _is_whole(file, at, length)]
+        except OSError:
+            # Raised by this rank alone, it would leave the others waiting for its answer.
+            damaged += [name for _, _, name in places]
     return damaged
 
 

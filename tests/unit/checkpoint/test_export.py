@@ -116,3 +116,10 @@ def test_failure_leaves_nothing_behind(
     with pytest.raises(RuntimeError, match=r"weights were not written to .*Read-only"):
         export_checkpoint(saved / "checkpoints" / "step_3", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_folder_may_be_abbreviated(saved: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(saved.parent))
+    named = Path("~") / saved.name / "checkpoints" / "step_3"
+    export_checkpoint(named, tmp_path / "out", "bfloat16")
+    assert (tmp_path / "out" / "config.json").is_file()

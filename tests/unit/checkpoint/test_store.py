@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from tests.support.networks import moe_architecture, packed_batch, random_model
 from trainer.checkpoint import CheckpointStore, writer
+from trainer.checkpoint.integrity import check_tensors_alone
 from trainer.checkpoint.safe_load import read_index
 from trainer.config.optim import AdamWConfig, MuonConfig, OptimizerSection, SGDConfig
 from trainer.errors import UserError
@@ -414,6 +415,15 @@ def test_any_flipped_bit_of_a_tensor_is_found_before_loading(
     with pytest.raises(UserError, match=r"step_1 is damaged: the checksums of .* do not agree"):
         checkpoints.load(1, model, optimizer)
     assert same(values(model), before)
+
+
+def test_tensors_of_a_file_that_cannot_be_opened_count_as_damaged(root: Path, mesh: DeviceMesh):
+    # Not an OSError: one rank would raise it while the others wait for that rank's answer.
+    CheckpointStore(root).save(1, *build(mesh, seed=0), {})
+    index = read_index(root / "step_1")
+    next((root / "step_1").glob("*.distcp")).unlink()
+    with pytest.raises(UserError, match=r"step_1 is damaged: the checksums of .* do not agree"):
+        check_tensors_alone(root / "step_1", index, "")
 
 
 @pytest.mark.parametrize("name", [".metadata", "hf/config.json", "manifest.json"])
