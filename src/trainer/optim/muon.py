@@ -230,7 +230,7 @@ class Muon(torch.optim.Optimizer):
         momenta = [self.state[parameter]["momentum"] for parameter in self._parameters]
         inputs = StepInputs(self._parameters, momenta, self.param_groups, gates, stats)
         step_others_ = partial(step_adamw_groups_, inputs, self.state, self._timer)
-        if self._options.impl == "stacked" and self.plan.slots:
+        if self._options.impl == "stacked":
             self._stacked.run(inputs, step_others_)
         else:
             self._per_matrix.run(inputs)
