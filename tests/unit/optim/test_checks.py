@@ -4,12 +4,11 @@ from collections.abc import Generator
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.meshes import ones_on, two_by_two_mesh
 from trainer.errors import UserError
 from trainer.optim.checks import (
     GradientCheck,
@@ -133,13 +132,8 @@ def test_a_flag_may_be_missing() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Generator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    dist.destroy_process_group()
-
-
-def on(mesh, *placements) -> DTensor:
-    return DTensor.from_local(torch.ones(2, 4), mesh, placements, run_check=False)
+    with two_by_two_mesh() as mesh:
+        yield mesh
 
 
 def test_shards_dealt_otherwise_than_torch_deals_are_refused_by_name(mesh) -> None:
@@ -158,12 +152,12 @@ def test_shards_dealt_otherwise_than_torch_deals_are_refused_by_name(mesh) -> No
 
 
 def test_a_gradient_that_lies_elsewhere_is_refused_by_name(mesh) -> None:
-    parameter = nn.Parameter(on(mesh, Replicate(), Shard(0)))
-    parameter.grad = on(mesh, Replicate(), Shard(0))
+    parameter = nn.Parameter(ones_on(mesh, Replicate(), Shard(0)))
+    parameter.grad = ones_on(mesh, Replicate(), Shard(0))
     check_gradient("w", parameter)
     others = [
-        (on(mesh, Shard(0), Replicate()), r"\(Shard\(dim=0\), Replicate\(\)\) over \(2, 2\)"),
-        (on(DeviceMesh("cpu", list(range(4))), Shard(0)), r"\(Shard\(dim=0\),\) over \(4,\)"),
+        (ones_on(mesh, Shard(0), Replicate()), r"\(Shard\(dim=0\), Replicate\(\)\) over \(2, 2\)"),
+        (ones_on(DeviceMesh("cpu", list(range(4))), Shard(0)), r"\(Shard\(dim=0\),\) over \(4,\)"),
         # As long as the whole parameter: its first rows would pass for this rank's.
         (torch.ones(parameter.shape), "a plain tensor"),
     ]
@@ -179,7 +173,7 @@ def test_a_gradient_that_lies_elsewhere_is_refused_by_name(mesh) -> None:
 
 def test_a_shards_gradient_on_a_whole_parameter_is_refused(mesh) -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
-    parameter.grad = on(mesh, Replicate(), Shard(0))
+    parameter.grad = ones_on(mesh, Replicate(), Shard(0))
     with pytest.raises(UserError, match="the parameter as a plain tensor"):
         check_gradient("w", parameter)
 
