@@ -67,11 +67,11 @@ class MetricsWriter:
         if not last or _step_of(last[0]) < step:
             self.write(step, metrics)
 
-    def close(self) -> None:
-        """Flush and close both records."""
+    def close(self, *, has_failed: bool = False) -> None:
+        """Flush and close both records; wandb shows a run that failed as such."""
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.finish(exit_code=int(has_failed))
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +82,7 @@ class MetricsWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(has_failed=kind is not None)
 
 
 def cut_after(path: Path, step: int) -> None:

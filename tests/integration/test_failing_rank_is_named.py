@@ -20,12 +20,10 @@ rank = int(os.environ["RANK"])
 
 MAIN = """
 import os, sys
-from trainer.cli.main import main
-args = sys.argv[1:]
-if os.environ["RANK"] != "0":
-    args = [word.replace("ON_RANK_1", "x") for word in args]
-args = [word.replace("ON_RANK_1", "1") for word in args]
-sys.exit(main(args))
+from trainer.__main__ import main
+on_rank_1 = "1" if os.environ["RANK"] == "0" else "x"
+sys.argv[1:] = [word.replace("ON_RANK_1", on_rank_1) for word in sys.argv[1:]]
+sys.exit(main())
 """
 
 DEMO = ["sft", "@", "configs/sft/demo.toml", "--output-dir", "outputs/never"]

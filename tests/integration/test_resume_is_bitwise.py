@@ -18,7 +18,7 @@ NUM_STEPS = 7
 CUTS = (3, 4)
 """Two resumes in a row; sixteen rows make about two steps, so epochs end in each part."""
 
-MAIN = "import sys; from trainer.cli.main import main; sys.exit(main(sys.argv[1:]))"
+MAIN = "import sys; from trainer.__main__ import main; sys.exit(main())"
 
 
 def run(folder: Path, name: str, world_size: int, *flags: str) -> Path:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 
 import pytest
@@ -87,6 +88,28 @@ def test_every_field_of_the_section_reaches_wandb(tmp_path, monkeypatch):
     MetricsWriter(tmp_path, config, {"seed": 1}).close()
     wanted = {"project": "p", "entity": "e", "name": "n", "tags": ["a", "b"], "config": {"seed": 1}}
     assert {key: asked[key] for key in wanted} == wanted
+
+
+class FakeRun:
+    status: int | None = None
+
+    def define_metric(self, name: str, step_metric: str = "") -> None:
+        pass
+
+    def finish(self, exit_code: int) -> None:
+        self.status = exit_code
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("broken")], ids=["done", "failed"])
+def test_wandb_is_told_whether_the_run_failed(tmp_path, monkeypatch, failure):
+    run = FakeRun()
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    expected = contextlib.nullcontext() if failure is None else pytest.raises(RuntimeError)
+    with expected, MetricsWriter(tmp_path, WandbConfig(), {}):
+        if failure is not None:
+            raise failure
+    assert run.status == (0 if failure is None else 1)
 
 
 @pytest.mark.parametrize("wrong", [{"project": "a/b"}, {"tags": ("x" * 99,)}], ids=["name", "tag"])

@@ -5,6 +5,7 @@ store of the process group and ends the run when a phase outlasts `parallel.time
 here is a collective: it must work when collectives do not.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -130,6 +131,9 @@ def start(rank: int, size: int, timeout_s: float, store: dist.Store | None) -> N
     global _watchdog
     stop()
     _watchdog = Watchdog(rank, size, timeout_s, store)
+    # A thread that the interpreter kills inside the store's C++ takes the process down with it.
+    atexit.unregister(stop)
+    atexit.register(stop)
 
 
 def stop() -> None:

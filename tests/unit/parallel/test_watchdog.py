@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import time
 
 import pytest
@@ -43,3 +45,18 @@ def test_phase_is_published_by_the_thread(pair):
     while "save_ckpt" not in str(first._others()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert first._others()[1].name == "save_ckpt"
+
+
+def test_its_thread_ends_before_the_interpreter_does():
+    """A thread that is killed inside the store's C++ aborts the process (status -6)."""
+    code = (
+        "import atexit, threading, torch.distributed as dist\n"
+        "from trainer.parallel import watchdog\n"
+        "atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))\n"
+        "watchdog.start(0, 2, 60.0, dist.HashStore())\n"
+        "assert 'watchdog' in [thread.name for thread in threading.enumerate()]\n"
+        "raise RuntimeError('broken')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "RuntimeError: broken" in ended.stderr
+    assert (ended.returncode, ended.stdout) == (1, "['MainThread']\n")
