@@ -7,10 +7,15 @@ reward nor a source of prompts fails in mid-run for a wrong name. What it return
 import importlib
 import inspect
 import sys
+import traceback
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.errors import UserError
+
+FAILURES = (Exception, SystemExit, CancelledError)
+"""With what a user's code may end: `sys.exit()` and a cancelled task are no `Exception`."""
 
 
 def load_function(path: str, field: str) -> Callable[..., Any]:
@@ -29,19 +34,18 @@ def load_function(path: str, field: str) -> Callable[..., Any]:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    # What runs at import is the user's, and may raise anything.
-    except Exception as error:
+    # What runs at import is the user's.
+    except FAILURES as error:
         raise UserError(
             f"{field}={path!r}: module {module_name!r} cannot be imported "
-            f"({type(error).__name__}: {error}); run from its folder, install it, or correct the "
-            "path"
+            f"({describe_failure(error)}); run from its folder, install it, or correct the path"
         ) from error
     function = vars(module).get(name)
     if not callable(function):
         raise UserError(
             f"{field}={path!r}: {module_name!r} has no function {name!r}; correct the path"
         )
-    if inspect.iscoroutinefunction(function):
+    if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
         raise UserError(
             f"{field}={path!r} is async, and nothing here awaits it: make it an ordinary function"
         )
@@ -74,3 +78,8 @@ def check_arguments(
             f"{field}.params={dict(params)!r}: {path!r} is called with {num_given} argument(s) and "
             f"these, but takes {signature} ({error}); correct params or the function"
         ) from None
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return an error's type and message on one line, whatever its class makes of `str`."""
+    return " ".join("".join(traceback.format_exception_only(error)).split())

@@ -1,7 +1,7 @@
 import pytest
 
 from trainer.errors import UserError
-from trainer.user_function import check_arguments, load_function
+from trainer.user_function import check_arguments, describe_failure, load_function
 
 
 @pytest.fixture(autouse=True)
@@ -15,10 +15,17 @@ def test_a_function_is_found_in_the_working_directory(folder):
     assert load_function("found_module:seven", "env.source.path")() == 7
 
 
-def test_a_module_that_raises_is_refused(folder):
-    (folder / "raising_module.py").write_text("raise LookupError('no data here')\n")
-    with pytest.raises(UserError, match=r"cannot be imported \(LookupError: no data here\)"):
-        load_function("raising_module:rows", "env.source.path")
+@pytest.mark.parametrize(
+    ("name", "code", "cause"),
+    [
+        ("raising_module", "raise LookupError('no data here')", "LookupError: no data here"),
+        ("exiting_module", "import sys; sys.exit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_module_that_raises_is_refused(folder, name, code, cause):
+    (folder / f"{name}.py").write_text(code)
+    with pytest.raises(UserError, match=rf"cannot be imported \({cause}\)"):
+        load_function(f"{name}:rows", "env.source.path")
 
 
 @pytest.mark.parametrize(
@@ -34,10 +41,23 @@ def test_a_function_that_is_not_there_is_refused(path, message):
         load_function(path, "here.path")
 
 
-def test_an_async_function_is_refused(folder):
-    (folder / "async_module.py").write_text("async def score(sample):\n    return 1.0\n")
-    with pytest.raises(UserError, match="'async_module:score' is async"):
-        load_function("async_module:score", "env.rewards.path")
+ASYNC = """
+async def score(sample):
+    return 1.0
+
+class Judge:
+    async def __call__(self, sample):
+        return 1.0
+
+judge = Judge()
+"""
+
+
+@pytest.mark.parametrize("name", ["score", "judge"])
+def test_an_async_function_is_refused(folder, name):
+    (folder / "async_module.py").write_text(ASYNC)
+    with pytest.raises(UserError, match=f"'async_module:{name}' is async"):
+        load_function(f"async_module:{name}", "env.rewards.path")
 
 
 def two_arguments(given, limit=3):
@@ -51,3 +71,14 @@ def test_arguments_are_checked_before_the_call():
         check_arguments(two_arguments, 1, {"limits": 4}, "module:two_arguments", "here")
     with pytest.raises(UserError, match="missing a required argument: 'given'"):
         check_arguments(two_arguments, 0, {}, "module:two_arguments", "here")
+
+
+class Untold(Exception):  # noqa: N818 - of a user
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_a_failure_is_told_on_one_line_whatever_it_is():
+    assert describe_failure(ValueError("first\n  second")) == "ValueError: first second"
+    assert describe_failure(SystemExit(3)) == "SystemExit: 3"
+    assert "Untold: <exception str() failed>" in describe_failure(Untold())

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from trainer.config.data import FunctionSource
 from trainer.data.rows import BadRow
 from trainer.errors import UserError
-from trainer.user_function import check_arguments, load_function
+from trainer.user_function import FAILURES, check_arguments, describe_failure, load_function
 
 NUM_WHOLE = 100_000
 """Longest list of which a fingerprint reads every row: about a second."""
@@ -42,10 +42,9 @@ class FunctionRows:
         check_arguments(function, 0, config.params, config.path, field)
         try:
             rows = function(**config.params)
-        # The function is the user's, and may raise anything.
-        except Exception as error:
+        except FAILURES as error:
             raise UserError(
-                f"{field}.path={config.path!r} failed ({type(error).__name__}: {error}); mend the "
+                f"{field}.path={config.path!r} failed ({describe_failure(error)}); mend the "
                 "function or its params"
             ) from error
         self._rows = _checked(rows, f"{field}.path={config.path!r}")
@@ -62,10 +61,10 @@ class FunctionRows:
         """
         try:
             row = self._rows[index]
-        # A class of the user's may make rows on the fly, and raise anything.
-        except Exception as error:
+        # A class of the user's may make rows on the fly.
+        except FAILURES as error:
             raise BadRow(
-                "function_failed", f"{type(error).__name__}: {error}: mend the function"
+                "function_failed", f"{describe_failure(error)}: mend the function"
             ) from error
         if not isinstance(row, Mapping):
             raise BadRow("not_a_table", f"it is a {type(row).__name__}: give a dict of fields")

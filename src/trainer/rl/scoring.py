@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.config.rl import PASS_SCORE, EnvConfig
 from trainer.errors import UserError
 from trainer.rl.rewards import Reward, Sample, build_reward
+from trainer.user_function import FAILURES, describe_failure
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,7 @@ class Scorer:
         for reward in self._rewards:
             try:
                 parts[reward.name] = as_number(reward.score(sample))
-            # A user's function may raise anything; interrupts and exits are no Exceptions.
-            except Exception as error:
+            except FAILURES as error:
                 self._fail(f"reward {reward.name!r}", sample, error)
                 parts[reward.name] = 0.0
                 num_errors += 1
@@ -89,9 +89,9 @@ class Scorer:
         is_pass = parts[self._pass_reward] >= PASS_SCORE
         return Score(total, parts, is_pass, num_errors)
 
-    def _fail(self, reward: str, sample: Sample, error: Exception) -> None:
+    def _fail(self, reward: str, sample: Sample, error: BaseException) -> None:
         message = (
-            f"{reward} failed on {sample.where} ({_one_line(error)}); "
+            f"{reward} failed on {sample.where} ({describe_failure(error)}); "
             f"completion {sample.completion[:80]!r}"
         )
         if self._ends_run:
@@ -124,7 +124,3 @@ def as_number(value: Any) -> float:
     if not abs(score) <= LARGEST:
         raise ValueError(f"it returned {value!r:.80}, not a finite number of at most {LARGEST:g}")
     return score
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,5 +1,7 @@
 import logging
 import math
+import sys
+from asyncio import CancelledError
 from decimal import Decimal
 from fractions import Fraction
 
@@ -21,8 +23,18 @@ def raising(sample):
     raise ZeroDivisionError("by zero")
 
 
+def exiting(sample):
+    sys.exit(0)
+
+
+def cancelling(sample):
+    raise CancelledError
+
+
 BROKEN = {
     "raises": (Reward("broken", 1.0, raising), "ZeroDivisionError: by zero"),
+    "exits": (Reward("broken", 1.0, exiting), "SystemExit: 0"),
+    "cancels": (Reward("broken", 1.0, cancelling), "CancelledError"),
     "None": (returning(None), "None, not a number"),
     "text": (returning("1"), "'1', not a number"),
     "nan": (returning(math.nan), "nan, not a finite number"),
