@@ -31,8 +31,16 @@ import torch
 import torch.distributed as dist
 from device import allocated, peak, release, reset_peak, synchronize
 from idle import measure_idle
-from rank_model import build_model, fill_gradients_, held_gib, is_launched, open_ranks, read_model
-from records import describe_environment, keep, report
+from rank_model import (
+    build_model,
+    fill_gradients_,
+    held_gib,
+    is_launched,
+    largest_over_ranks,
+    open_ranks,
+    read_model,
+)
+from records import describe_environment, keep, print_now, report
 from step_variants import BASELINE, DEFAULTS, HEADLINE, VARIANTS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -183,7 +191,7 @@ class Step:
         start = time.perf_counter()
         self.launch()
         synchronize(self._device)
-        return slowest(time.perf_counter() - start, self._device)
+        return largest_over_ranks(time.perf_counter() - start, self._device)
 
     def launch(self) -> None:
         """Take a step without waiting for it."""
@@ -234,23 +242,6 @@ def format_row(row: Row) -> str:
         f"ep {row.ep} {row.variant:<18} {row.median_s:.4f} s ± {row.spread_s:.4f}"
         f"  {row.held_gib:.1f} GiB held + {row.extra_gib:.2f}{idle}{predicted}  {phases}"
     )
-
-
-def print_now(line: str) -> None:
-    """Print a line at once: a run cut short leaves what it measured."""
-    print(line, flush=True)
-
-
-def slowest(seconds: float, device: torch.device) -> float:
-    """Return the largest over ranks.
-
-    Collective: all-reduce over the world where ranks are real.
-    """
-    if not is_launched():
-        return seconds
-    value = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value)
 
 
 if __name__ == "__main__":

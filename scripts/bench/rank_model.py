@@ -160,5 +160,17 @@ def held_gib(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return sum(_local(t).nbytes for t in (*parameters, *gradients, *state)) / 2**30
 
 
+def largest_over_ranks(value: float, device: torch.device) -> float:
+    """Return the largest value of any rank; where ranks are imagined, this one's.
+
+    Collective: all-reduce over the world where ranks are real.
+    """
+    if not is_launched():
+        return value
+    result = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return float(result)
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -51,6 +51,11 @@ def keep(name: str, record: Mapping[str, Any]) -> None:
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
+def print_now(line: str) -> None:
+    """Print a line at once: a run cut short leaves what it measured."""
+    print(line, flush=True)
+
+
 def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

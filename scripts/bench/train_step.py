@@ -1,15 +1,17 @@
 #!/usr/bin/env python
-"""A full SFT step on one GPU: our model and step, and transformers' own in a plain FSDP2 loop.
+"""A full SFT step: our model and step, and transformers' own in a plain FSDP2 loop.
 
 The model is some layers of the 30B shape, as many as fit with their optimizer; random weights and
 tokens, bf16 compute, fp32 weights, the same Muon. Each variant is built, timed and dropped.
 Reported: tokens a second, MFU (6 FLOPs a token and active weight, causal attention counted), the
 optimizer's share, host synchronizations, where the device's time goes, and peak memory over the
-sequence's length, which should be a straight line.
+sequence's length, which should be a straight line. Under torchrun the step's packs are dealt to the
+ranks; transformers' model is sharded by FSDP2 alone, ours by `--ep` too.
 
     python scripts/bench/train_step.py --save
     python scripts/bench/train_step.py --variants ours transformers --tokens 65536
     python scripts/bench/train_step.py --variants --memory-lengths 8192 16384 32768 65536
+    torchrun --nproc-per-node 2 scripts/bench/train_step.py --ep 2 --variants ours transformers
     python scripts/bench/train_step.py --tiny --device cpu
 
 The last line of output is one JSON object.
@@ -23,21 +25,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from device import peak, release, reset_peak, synchronize
-from rank_model import read_model
-from records import describe_environment, keep, report
+from rank_model import largest_over_ranks, read_model
+from records import describe_environment, keep, print_now, report
 from torch.profiler import ProfilerActivity, profile
-from trainees import Trainee, make_packs, ours, transformers_own
+from trainees import Trainee, Workload, make_packs, ours, transformers_own
 
 from trainer.clock import Clock
 from trainer.config.model import ModelConfig
+from trainer.config.parallel import ParallelConfig
 from trainer.data.packing import Pack
 from trainer.model.architecture import resolve_architecture
 from trainer.model.flops import training_flops
 from trainer.parallel.devices import peak_flops
+from trainer.parallel.world import World, open_world
 
-Build = Callable[[ModelConfig, Sequence[Pack], int, torch.device], Trainee]
+Build = Callable[[ModelConfig, Workload], Trainee]
 
 VARIANTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "ours": (ours, {}),
@@ -58,13 +61,13 @@ class Row:
 
     Attributes:
         variant: A name of `VARIANTS`.
-        median_s: Seconds a step.
+        median_s: Seconds a step, on the slowest rank.
         spread_s: Slowest less fastest.
-        tokens_per_s: Throughput.
-        mfu: Share of the device's peak; None where that is unknown.
+        tokens_per_s: Throughput of all ranks.
+        mfu: Share of the devices' peak; None where that is unknown.
         optimizer_s: Of the step, clipping included.
         optimizer_share: The same as a share.
-        peak_gib: Allocated at most.
+        peak_gib: Allocated at most, on any rank.
         num_syncs: Times a step the host waits for the device; None: not a GPU.
         kernels_ms: Device time of one step by kernel, the longest first.
     """
@@ -84,26 +87,40 @@ class Row:
 def main() -> None:
     """Run the benchmark."""
     arguments = parse_arguments()
-    device = torch.device(arguments.device)
     config = read_model(arguments.model, arguments.layers, is_tiny=arguments.tiny)
+    device_type = "cuda" if arguments.device.startswith("cuda") else "cpu"
+    with open_world(ParallelConfig(device=device_type)) as world:
+        run_benchmark(config, arguments, world)
+
+
+def run_benchmark(config: ModelConfig, arguments: argparse.Namespace, world: World) -> None:
+    """Measure every variant; rank 0 prints and keeps the record.
+
+    Collective: all ranks.
+    """
+    say = print_now if world.is_first else lambda _: None
     rows: list[Row] = []
     record: dict[str, Any] = {
         "benchmark": "train_step",
-        "environment": describe_environment(device),
+        "environment": describe_environment(world.device),
         "arguments": vars(arguments),
+        "num_ranks": world.size,
         "rows": [],
     }
     for name in arguments.variants:
-        rows.append(run_variant(name, config, arguments, device))
-        print(format_row(rows[-1]), flush=True)
+        rows.append(run_variant(name, config, arguments, world))
+        say(format_row(rows[-1]))
         record["rows"].append(asdict(rows[-1]))
-        if arguments.save:
+        if arguments.save and world.is_first:
             keep(arguments.name, record)
-    memory = measure_memory(config, arguments, device)
-    record |= {"peak_gib_by_tokens": memory, "summary": summarize(rows)}
-    report(arguments.name, record, save=arguments.save)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    record["peak_gib_by_tokens"] = {}
+    for length in arguments.memory_lengths:
+        peak_gib = measure_memory(length, config, arguments, world)
+        say(f"{length} tokens in one pack: peak {peak_gib:.2f} GiB")
+        record["peak_gib_by_tokens"][str(length)] = peak_gib
+    record["summary"] = summarize(rows)
+    if world.is_first:
+        report(arguments.name, record, save=arguments.save)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -112,7 +129,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="qwen3_30b_a3b", help="a file of configs/models")
     parser.add_argument("--layers", type=int, default=8, help="of the model's")
-    parser.add_argument("--tokens", type=int, default=65536, help="of a step")
+    parser.add_argument("--ep", type=int, default=1, help="parallel.ep of our variants")
+    parser.add_argument("--tokens", type=int, default=65536, help="of a step, over all ranks")
     parser.add_argument("--seq-len", type=int, default=8192, help="tokens of a pack")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="packs a forward")
     parser.add_argument("--variants", nargs="*", default=DEFAULTS, choices=list(VARIANTS))
@@ -128,14 +146,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_variant(
-    name: str, config: ModelConfig, arguments: argparse.Namespace, device: torch.device
-) -> Row:
-    """Build, warm up, time and profile one variant."""
+def run_variant(name: str, config: ModelConfig, arguments: argparse.Namespace, world: World) -> Row:
+    """Build, warm up, time and profile one variant.
+
+    Collective: all ranks.
+    """
+    device = world.device
     architecture = resolve_architecture(config)
-    num_packs = max(1, arguments.tokens // arguments.seq_len)
+    num_packs = max(world.size, arguments.tokens // arguments.seq_len)
     packs = make_packs(num_packs, arguments.seq_len, architecture.vocab_size)
-    trainee = build(name, config, packs, arguments.micro_batch_size, device)
+    trainee = build(name, config, packs, arguments, world)
     for _ in range(arguments.warm_up):
         time_step(trainee, device)
     reset_peak(device)
@@ -145,16 +165,16 @@ def run_variant(
     num_tokens = num_packs * arguments.seq_len
     pairs = num_packs * arguments.seq_len * (arguments.seq_len + 1) // 2
     device_flops = peak_flops(device)
-    flops = training_flops(architecture, num_tokens, pairs)
+    flops_per_s = training_flops(architecture, num_tokens, pairs) / (step_s * world.size)
     row = Row(
         variant=name,
         median_s=step_s,
         spread_s=max(times)[0] - min(times)[0],
         tokens_per_s=num_tokens / step_s,
-        mfu=None if device_flops is None else flops / (step_s * device_flops),
+        mfu=None if device_flops is None else flops_per_s / device_flops,
         optimizer_s=optimizer_s,
         optimizer_share=optimizer_s / step_s,
-        peak_gib=peak(device) / GIB,
+        peak_gib=largest_over_ranks(peak(device) / GIB, device),
         num_syncs=count_syncs(trainee, device),
         kernels_ms=profile_kernels(trainee, device),
     )
@@ -167,20 +187,34 @@ def build(
     name: str,
     config: ModelConfig,
     packs: Sequence[Pack],
-    micro_batch_size: int,
-    device: torch.device,
+    arguments: argparse.Namespace,
+    world: World,
 ) -> Trainee:
-    """Return a variant, ready to train."""
+    """Return a variant, ready to train on this rank's share of the packs.
+
+    Collective: all ranks.
+    """
     make, settings = VARIANTS[name]
-    return make(config.model_copy(update=settings), packs, micro_batch_size, device)
+    workload = Workload(
+        packs=packs,
+        local_packs=packs[world.rank :: world.size],
+        micro_batch_size=arguments.micro_batch_size,
+        ep=arguments.ep,
+        device=world.device,
+    )
+    return make(config.model_copy(update=settings), workload)
 
 
 def time_step(trainee: Trainee, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a step and, of those, of clipping and the optimizer."""
+    """Return the seconds of a step and, of those, of clipping and the optimizer.
+
+    Those of the slowest rank. Collective: all ranks.
+    """
     clock = Clock(device)
     synchronize(device)
     trainee.step(clock)
-    return clock.seconds("start", "optimizer"), clock.seconds("backward", "optimizer")
+    step_s, optimizer_s = (clock.seconds(since, "optimizer") for since in ("start", "backward"))
+    return largest_over_ranks(step_s, device), largest_over_ranks(optimizer_s, device)
 
 
 def count_syncs(trainee: Trainee, device: torch.device) -> int | None:
@@ -210,22 +244,22 @@ def profile_kernels(trainee: Trainee, device: torch.device) -> dict[str, float]:
 
 
 def measure_memory(
-    config: ModelConfig, arguments: argparse.Namespace, device: torch.device
-) -> dict[str, float]:
-    """Return the peak GiB of a step on one pack, by its length."""
-    found: dict[str, float] = {}
-    vocab_size = resolve_architecture(config).vocab_size
-    for length in arguments.memory_lengths:
-        packs = make_packs(1, length, vocab_size)
-        trainee = build(arguments.memory_variant, config, packs, 1, device)
-        time_step(trainee, device)
-        reset_peak(device)
-        time_step(trainee, device)
-        found[str(length)] = peak(device) / GIB
-        print(f"{length} tokens in one pack: peak {found[str(length)]:.2f} GiB", flush=True)
-        del trainee
-        release(device)
-    return found
+    length: int, config: ModelConfig, arguments: argparse.Namespace, world: World
+) -> float:
+    """Return the peak GiB of a step on one pack a rank, of a length.
+
+    Collective: all ranks.
+    """
+    device = world.device
+    packs = make_packs(world.size, length, resolve_architecture(config).vocab_size)
+    trainee = build(arguments.memory_variant, config, packs, arguments, world)
+    time_step(trainee, device)
+    reset_peak(device)
+    time_step(trainee, device)
+    peak_gib = largest_over_ranks(peak(device) / GIB, device)
+    del trainee
+    release(device)
+    return peak_gib
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, float]:

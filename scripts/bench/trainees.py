@@ -1,6 +1,7 @@
 """What train_step.py trains: our model through TrainStep, and transformers' own in a plain loop.
 
-Both sit on the same FSDP2, take the same optimizer and see the same packs, each one document.
+Both sit on the same FSDP2, take the same optimizer and see the same packs, each one document. Where
+there are several ranks, each trains on its share of the packs.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +44,32 @@ class Trainee:
     optimizer: Muon
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What a trainee trains on.
+
+    Attributes:
+        packs: Of the step, over all ranks.
+        local_packs: Of this rank; as many on each.
+        micro_batch_size: Packs a forward.
+        ep: `parallel.ep`, for models that know it.
+        device: Of this rank.
+    """
+
+    packs: Sequence[Pack]
+    local_packs: Sequence[Pack]
+    micro_batch_size: int
+    ep: int
+    device: torch.device
+
+    def batches(self) -> list[PackedBatch]:
+        """Return this rank's micro-batches, on its device."""
+        packs, size = self.local_packs, self.micro_batch_size
+        starts = range(0, len(packs), size)
+        batches = [collate(packs[i : i + size], packs[0].num_tokens, 0) for i in starts]
+        return [batch.to(self.device) for batch in batches]
+
+
 def make_packs(num_packs: int, seq_len: int, vocab_size: int) -> list[Pack]:
     """Return packs of one document of random tokens, all trained."""
     generator = torch.Generator().manual_seed(0)
@@ -54,15 +81,16 @@ def make_packs(num_packs: int, seq_len: int, vocab_size: int) -> list[Pack]:
     return packs
 
 
-def ours(
-    config: ModelConfig, packs: Sequence[Pack], micro_batch_size: int, device: torch.device
-) -> Trainee:
-    """Return our model in our step."""
-    model, mesh = build_model(config, 1, device.type)
+def ours(config: ModelConfig, workload: Workload) -> Trainee:
+    """Return our model in our step.
+
+    Collective: all ranks.
+    """
+    model, mesh = build_model(config, workload.ep, workload.device.type)
     optimizer = _muon(model, mesh)
     settings = StepSettings(load_balancing_coef=0.0, max_norm=1.0, max_skipped_steps=10)
     train_step = TrainStep(model, optimizer, lambda _: 1.0, settings, Progress())
-    batches, totals = _batches(packs, micro_batch_size, device), StepTotals.of(packs)
+    batches, totals = workload.batches(), StepTotals.of(workload.packs)
 
     def step(clock: Clock) -> object:
         clock.mark("start")
@@ -71,14 +99,15 @@ def ours(
     return Trainee(step, optimizer)
 
 
-def transformers_own(
-    config: ModelConfig, packs: Sequence[Pack], micro_batch_size: int, device: torch.device
-) -> Trainee:
-    """Return transformers' model, its experts by `grouped_mm`, in a plain FSDP2 loop."""
-    mesh = build_mesh(ParallelConfig(), device.type)
-    model = _shard_plainly(config, mesh, device)
+def transformers_own(config: ModelConfig, workload: Workload) -> Trainee:
+    """Return transformers' model, its experts by `grouped_mm`, in a plain FSDP2 loop.
+
+    Collective: all ranks.
+    """
+    mesh = build_mesh(ParallelConfig(), workload.device.type)
+    model = _shard_plainly(config, mesh, workload.device)
     optimizer = _muon(model, mesh)
-    batches = _batches(packs, micro_batch_size, device)
+    batches = workload.batches()
 
     def step(clock: Clock) -> object:
         clock.mark("start")
@@ -127,11 +156,3 @@ def _muon(model: nn.Module, mesh: DeviceMesh) -> Muon:
     optimizer = setup_optimizer(OPTIMIZER, model.named_parameters(), mesh)
     assert isinstance(optimizer, Muon)
     return optimizer
-
-
-def _batches(
-    packs: Sequence[Pack], micro_batch_size: int, device: torch.device
-) -> list[PackedBatch]:
-    seq_len = packs[0].num_tokens
-    starts = range(0, len(packs), micro_batch_size)
-    return [collate(packs[i : i + micro_batch_size], seq_len, 0).to(device) for i in starts]

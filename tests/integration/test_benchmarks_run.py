@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
@@ -57,6 +59,31 @@ def test_train_step_compares_our_step_with_transformers_own():
     assert all(0 < row["optimizer_share"] < 1 for row in record["rows"])
     assert record["peak_gib_by_tokens"].keys() == {"16"}
     assert record["summary"].keys() == {"eager"}
+
+
+@pytest.mark.distributed
+def test_train_step_deals_its_packs_to_real_ranks():
+    command = ["torchrun", "--nproc-per-node", "2", str(BENCH / "train_step.py"), "--tiny"]
+    command += [
+        "--device",
+        "cpu",
+        "--layers",
+        "1",
+        "--tokens",
+        "64",
+        "--seq-len",
+        "16",
+        "--ep",
+        "2",
+    ]
+    command += ["--warm-up", "1", "--steps", "1", "--variants", "ours", "transformers"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record["num_ranks"] == 2
+    assert [row["variant"] for row in record["rows"]] == ["ours", "transformers"]
+    for row in record["rows"]:
+        assert row["tokens_per_s"] * row["median_s"] == pytest.approx(64)
 
 
 def test_the_tables_of_the_performance_page_are_the_records():
