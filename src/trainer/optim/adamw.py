@@ -12,11 +12,12 @@ where m and w disagree in sign. Arithmetic is torch's fused kernel, on CPU and G
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from trainer.optim.gate import found_inf
+from trainer.optim.fused import found_inf, in_step
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ def adamw_step_(
         settings: How.
         gate: 0-d bool on the device; False leaves weights, state and step counts as they are.
     """
+    if not parameters:
+        return
     advance = 1.0 if gate is None else gate.to(torch.float32)
-    for parameter in parameters:
-        parameter.step.add_(advance)
+    torch._foreach_add_([parameter.step for parameter in parameters], advance)
     by_dtype: dict[torch.dtype, list[AdamWTensors]] = defaultdict(list)
     for parameter in parameters:
         if parameter.weight.numel():
@@ -70,13 +72,25 @@ def adamw_step_(
 def _step_(
     parameters: Sequence[AdamWTensors], settings: AdamWSettings, gate: Tensor | None
 ) -> None:
-    _fused_step_([p for p in parameters if p.momentum.dtype == p.weight.dtype], settings, gate)
+    _fused_step_([p for p in parameters if _is_uniform(p)], settings, gate)
     for parameter in parameters:
-        if parameter.momentum.dtype != parameter.weight.dtype:
-            # A restored state keeps its dtype; the kernel takes one dtype for all.
-            wide = replace(parameter, weight=parameter.weight.to(parameter.momentum.dtype))
-            _fused_step_([wide], settings, gate)
-            parameter.weight.copy_(wide.weight)
+        if not _is_uniform(parameter):
+            _mixed_step_(parameter, settings, gate)
+
+
+def _is_uniform(parameter: AdamWTensors) -> bool:
+    return parameter.weight.dtype == parameter.momentum.dtype == parameter.variance.dtype
+
+
+def _mixed_step_(parameter: AdamWTensors, settings: AdamWSettings, gate: Tensor | None) -> None:
+    """Step in a dtype that holds all: a restored state keeps its own, the kernel takes one."""
+    held = parameter.weight, parameter.momentum, parameter.variance
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in held))
+    weight, momentum, variance = (tensor.to(dtype) for tensor in held)
+    wide = replace(parameter, weight=weight, momentum=momentum, variance=variance)
+    _fused_step_([wide], settings, gate)
+    for tensor, changed in zip(held, (weight, momentum, variance), strict=True):
+        tensor.copy_(changed)
 
 
 def _fused_step_(
@@ -84,23 +98,28 @@ def _fused_step_(
 ) -> None:
     if not parameters:
         return
-    torch._fused_adamw_(
-        [p.weight for p in parameters],
-        [p.gradient.to(p.weight.dtype).contiguous() for p in parameters],
-        [p.momentum for p in parameters],
-        [p.variance for p in parameters],
-        [],
-        [p.step for p in parameters],
-        amsgrad=False,
-        lr=settings.lr,
-        beta1=settings.beta1,
-        beta2=settings.beta2,
-        weight_decay=settings.weight_decay,
-        eps=settings.epsilon,
-        maximize=False,
-        grad_scale=None,
-        found_inf=found_inf(gate),
-    )
+    with (
+        in_step([p.weight for p in parameters]) as weights,
+        in_step([p.momentum for p in parameters]) as momenta,
+        in_step([p.variance for p in parameters]) as variances,
+    ):
+        torch._fused_adamw_(
+            weights,
+            [p.gradient.to(p.weight.dtype).contiguous() for p in parameters],
+            momenta,
+            variances,
+            [],
+            [p.step for p in parameters],
+            amsgrad=False,
+            lr=settings.lr,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            weight_decay=settings.weight_decay,
+            eps=settings.epsilon,
+            maximize=False,
+            grad_scale=None,
+            found_inf=found_inf(gate),
+        )
 
 
 def _cautious_step_(parameter: AdamWTensors, settings: AdamWSettings, gate: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.optim.bucket import BYTES
+from trainer.optim.bucketing import lr_scale
 from trainer.optim.groups import NamedGroup
 from trainer.optim.layout import local_shape
 from trainer.optim.plan import PlannedGroup
@@ -50,6 +51,7 @@ def check_group(group: dict[str, Any], named: NamedGroup) -> None:
             raise UserError(f"{key}={group[key]!r}: must be True or False")
     if group["algorithm"] not in ("muon", "adamw"):
         raise UserError(f"algorithm={group['algorithm']!r}: choose 'muon' or 'adamw'")
+    lr_scale(1, 1, group["adjust_lr"])  # raises if there is no such scale
     for name, parameter in named.named_parameters:
         _check_member(name, parameter)
         if group["algorithm"] == "muon":
@@ -167,7 +169,7 @@ def check_gradient(name: str, parameter: Tensor) -> None:
     gradient = parameter.grad
     if gradient is None:
         return
-    if gradient.is_sparse:
+    if gradient.layout != torch.strided:
         raise UserError(
             f"the gradient of {name} is sparse: momentum is dense; build its embedding with "
             "sparse=False"
@@ -214,8 +216,9 @@ def refuse_copy(optimizer: torch.optim.Optimizer) -> TypeError:
 
 def _number(value: Any) -> float:
     """Return a number, or nan for what is none."""
-    is_number = isinstance(value, Real | Tensor) and not isinstance(value, bool)
-    return float(value) if is_number else math.nan
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else math.nan
+    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
 
 
 def _check_member(name: str, parameter: Tensor) -> None:

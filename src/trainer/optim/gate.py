@@ -46,8 +46,3 @@ class FiniteGate:
             self._was_applied = bool(self._host_flag)
             self._host_flag, self._copied = None, None
         return self._was_applied
-
-
-def found_inf(gate: Tensor | None) -> Tensor | None:
-    """Return the flag as torch's fused optimizers take it: float32, 1 where the step is skipped."""
-    return None if gate is None else gate.logical_not().to(torch.float32)

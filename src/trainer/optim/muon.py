@@ -348,9 +348,26 @@ class Muon(torch.optim.Optimizer):
             UserError: parameters differ in number, shape or algorithm.
         """
         self.settle()
-        check_loaded(state_dict, self.param_groups)
-        super().load_state_dict(state_dict)
-        restore_dtypes(self.state, self.param_groups, state_dict)
+        loaded: dict[str, Any] = {}
+
+        def check(_: torch.optim.Optimizer, hooked: dict[str, Any]) -> None:
+            check_loaded(hooked, self.param_groups)
+            loaded.update(hooked)
+
+        # As torch's hooks: what others make of the state dict is what is checked and restored.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(lambda _: self._restore(loaded), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
+        """Mend what torch's load did to dtypes, settings and keys that are missing."""
+        restore_dtypes(self.state, self.param_groups, loaded)
         for group, settings in zip(self.param_groups, self._settings, strict=True):
             group.update({key: value for key, value in settings.items() if key != "lr"})
             group.update(step=int(group["step"]), lr=float(group["lr"]))

@@ -14,7 +14,7 @@ import torch
 from trainer.errors import UserError
 from trainer.optim.bucketing import is_gate_up
 from trainer.optim.coefficients import CoefficientTable, resolve_coefficients
-from trainer.optim.kernels.select import KernelChoice, choose_kernel
+from trainer.optim.kernels.select import NAMES, KernelChoice, choose_kernel
 from trainer.optim.pipeline import NS_DTYPES
 from trainer.optim.plan import Plan, PlannedGroup, PlanOptions, build_plan
 
@@ -42,6 +42,7 @@ def check_options(options: MuonOptions) -> None:
     """
     for field, value, allowed in (
         ("impl", options.impl, ("stacked", "per_matrix")),
+        ("kernel", options.kernel, NAMES),
         ("ns_dtype", options.ns_dtype, tuple(NS_DTYPES)),
         ("replicate", options.replicate, ("share", "repeat")),
     ):

@@ -53,8 +53,8 @@ class PerMatrixStep:
         """
         index = 0
         for number, group in enumerate(inputs.groups):
-            for _ in group["params"]:
-                if group["algorithm"] == "muon":
+            for parameter in group["params"]:
+                if group["algorithm"] == "muon" and parameter.numel():
                     self._update_parameter_(index, number, inputs)
                 index += 1
 

@@ -41,7 +41,9 @@ def price_per_matrix(
     names: dict[str, str] = {}
     num_collectives = 0
     for group in groups:
-        for spec in group.parameters if group.algorithm == "muon" else ():
+        for spec in group.parameters:
+            if group.algorithm != "muon" or not math.prod(spec.shape):
+                continue
             num_blocks = 2 if split_gate_up and is_gate_up(spec.name) else 1
             shape = _block_shape(spec, num_blocks, flatten=group.flatten)
             kernel = choose_kernel(shape)

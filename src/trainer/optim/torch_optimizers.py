@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from trainer.errors import UserError
+from trainer.optim.adamw import AdamWSettings, AdamWTensors, adamw_step_
 from trainer.optim.agreement import plan_agreements
 from trainer.optim.checks import (
     GradientCheck,
@@ -24,7 +24,8 @@ from trainer.optim.checks import (
     check_numbers,
     refuse_copy,
 )
-from trainer.optim.gate import FiniteGate, found_inf
+from trainer.optim.fused import found_inf, in_step
+from trainer.optim.gate import FiniteGate
 from trainer.optim.groups import parse_groups
 from trainer.optim.presence import Presence
 from trainer.optim.spec import describe_parameters
@@ -135,6 +136,16 @@ class GatedOptimizer(torch.optim.Optimizer):
         """Return `optim/update_ms` of the latest step that the device has finished."""
         return {k: v for k, v in self._timer.timings().items() if k == "optim/update_ms"}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of torch's; what it lacks is made fresh."""
+        self.settle()
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                fresh = self._init_state(parameter, group)
+                held = {k: v for k, v in self.state[parameter].items() if v is not None}
+                self.state[parameter] = {**fresh, **held}
+
     def __reduce__(self) -> Any:
         """Refuse copies and pickles, which torch would make without gate and process groups."""
         raise refuse_copy(self)
@@ -173,35 +184,22 @@ class AdamW(GatedOptimizer):
     def _update_(
         self, parameters: Sequence[Tensor], group: dict[str, Any], gate: Tensor | None
     ) -> None:
-        filled = [p for p in parameters if local(p).numel()]
-        self._count_empty_shards(parameters, gate)
-        if not filled:
-            return
-        states = [self.state[p] for p in filled]
         beta1, beta2 = group["betas"]
-        adamw(
-            [local(p) for p in filled],
-            [_gradient(p) for p in filled],
-            [local(s["exp_avg"]) for s in states],
-            [local(s["exp_avg_sq"]) for s in states],
-            [],
-            [s["step"] for s in states],
-            fused=True,
-            found_inf=found_inf(gate),  # pyright: ignore[reportArgumentType]
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
+        settings = AdamWSettings(
             lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+            beta1=float(beta1),
+            beta2=float(beta2),
+            epsilon=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            cautious_wd=False,
         )
+        adamw_step_([self._tensors(parameter) for parameter in parameters], settings, gate)
 
-    def _count_empty_shards(self, parameters: Sequence[Tensor], gate: Tensor | None) -> None:
-        """Advance step counts that the kernel does not see, so that all ranks hold the same."""
-        for parameter in parameters:
-            if not local(parameter).numel():
-                self.state[parameter]["step"] += 1.0 if gate is None else gate.float()
+    def _tensors(self, parameter: Tensor) -> AdamWTensors:
+        state = self.state[parameter]
+        mean, mean_square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        weight, gradient = local(parameter), _gradient(parameter)
+        return AdamWTensors(weight, gradient, mean, mean_square, state["step"])
 
 
 class SGD(GatedOptimizer):
@@ -244,23 +242,21 @@ class SGD(GatedOptimizer):
         filled = [p for p in parameters if local(p).numel()]
         if not filled:
             return
-        has_momentum = bool(group["momentum"])
-        buffers: list[Tensor | None] = [
-            local(self.state[p]["momentum_buffer"]) if has_momentum else None for p in filled
-        ]
-        sgd(
-            [local(p) for p in filled],
-            [_gradient(p) for p in filled],
-            buffers,
-            fused=True,
-            found_inf=found_inf(gate),
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=float(group["lr"]),
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=False,
-        )
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in filled if group["momentum"]]
+        with in_step([local(p) for p in filled]) as weights, in_step(momenta) as buffers:
+            sgd(
+                weights,
+                [_gradient(p).to(local(p).dtype).contiguous() for p in filled],
+                list(buffers or [None] * len(filled)),
+                fused=True,
+                found_inf=found_inf(gate),
+                weight_decay=float(group["weight_decay"]),
+                momentum=float(group["momentum"]),
+                lr=float(group["lr"]),
+                dampening=0.0,
+                nesterov=group["nesterov"],
+                maximize=False,
+            )
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -45,6 +45,11 @@ def test_hyperparameters_are_finite_numbers_of_at_least_zero(key, value) -> None
         check_step_numbers({**GROUP, key: value})
 
 
+def test_a_tensor_of_two_numbers_is_none() -> None:
+    with pytest.raises(UserError, match=r"lr=tensor\(\[1., 2.\]\): must be a finite number"):
+        check_step_numbers({**GROUP, "lr": torch.tensor([1.0, 2.0])})
+
+
 @pytest.mark.parametrize("value", [0, 0.0, torch.tensor(0.5), np.float32(0.5)], ids=repr)
 def test_zero_and_tensors_are_numbers(value) -> None:
     check_step_numbers({**GROUP, "lr": value, "mu": value, "weight_decay": value})
@@ -57,6 +62,7 @@ def test_zero_and_tensors_are_numbers(value) -> None:
         ({"cautious_wd": 1}, "cautious_wd=1: must be"),
         ({"flatten": None}, "flatten=None: must be"),
         ({"algorithm": "adam"}, "algorithm='adam': choose 'muon' or 'adamw'"),
+        ({"adjust_lr": "rms", "algorithm": "adamw"}, "adjust_lr='rms': choose 'rms_norm'"),
     ],
     ids=str,
 )

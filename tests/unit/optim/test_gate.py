@@ -1,6 +1,6 @@
 import torch
 
-from trainer.optim.gate import FiniteGate, found_inf
+from trainer.optim.gate import FiniteGate
 
 
 def test_a_step_without_a_flag_counts_as_applied() -> None:
@@ -19,9 +19,3 @@ def test_the_flag_is_read_once_and_remembered() -> None:
     assert [gate.settle(), gate.settle()] == [False, False]
     gate.record(torch.tensor(True))
     assert gate.settle()
-
-
-def test_torchs_form_of_the_flag() -> None:
-    assert found_inf(None) is None
-    assert found_inf(torch.tensor(False)) == 1.0
-    assert found_inf(torch.tensor(True)) == 0.0

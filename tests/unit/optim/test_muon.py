@@ -83,6 +83,39 @@ def test_a_non_finite_step_changes_nothing(gradient, impl, cautious_wd) -> None:
     assert [group["step"] for group in optimizer.param_groups] == [1, 1]
 
 
+@pytest.mark.parametrize("impl", ["stacked", "per_matrix"])
+@pytest.mark.parametrize("adjust_lr", ["rms_norm", "spectral_norm", None])
+def test_parameters_without_elements_are_stepped_over(impl, adjust_lr) -> None:
+    shapes = [(0, 4), (4, 0), (0, 3, 4), (3, 0, 4), (3, 4, 0), (4, 4)]
+    found = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    options = MuonOptions(ns_dtype="float32", impl=impl, stats_interval=1)
+    optimizer = Muon(found, adjust_lr=adjust_lr, options=options)
+    for parameter in found:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert optimizer.phase_times()()["optim/update_rms/group0"] > 0
+    assert not torch.equal(found[-1], torch.ones(4, 4))
+    assert optimizer.price().num_collectives == 0
+
+
+def test_hooks_of_a_load_have_their_say() -> None:
+    optimizer, found = build(tensors()), []
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def halve(_, state_dict):
+        for state in state_dict["state"].values():
+            state["momentum"] = state["momentum"].double() / 2
+        return state_dict
+
+    resumed = build(tensors())
+    resumed.register_load_state_dict_pre_hook(halve)
+    resumed.register_load_state_dict_post_hook(lambda o: found.append(snapshot(o)))
+    resumed.load_state_dict(copy.deepcopy(saved))
+    for number, (_, state) in enumerate(found[0]):
+        assert torch.equal(state["momentum"], saved["state"][number]["momentum"].double() / 2)
+
+
 def test_the_next_step_and_state_dict_settle_by_themselves() -> None:
     optimizer = build(tensors())
     optimizer.step(finite=torch.tensor(False))

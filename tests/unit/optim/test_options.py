@@ -26,6 +26,7 @@ GROUP = PlannedGroup(
         "max_stack_gib": [0, -1.0, float("nan"), float("inf"), "2", None, True],
         "stats_interval": [-1, 1.5, "3", None, True],
         "split_gate_up": ["yes", 1, None],
+        "kernel": ["fast", None],
         "ns_steps": [0, 2.5, True],
     }.items(),
     ids=str,

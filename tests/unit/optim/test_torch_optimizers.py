@@ -87,6 +87,37 @@ def test_states_are_torchs_own_both_ways() -> None:
     assert ours.state[first[0]]["step"] == 1
 
 
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_fresh_state_of_torch_loads_and_what_it_lacks_is_made(ours, theirs) -> None:
+    first, second = parameters(), parameters()
+    mine, reference = ours(first), theirs(second)
+    mine.step()
+    mine.load_state_dict(theirs(parameters()).state_dict())
+    for parameter, start in zip(first, parameters(), strict=True):
+        parameter.detach().copy_(start.detach())
+    for optimizer in (mine, reference):
+        optimizer.step()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize("gradient_layout", ["rows", "columns", "repeated"])
+def test_elements_are_paired_by_place_whatever_the_strides(ours, theirs, gradient_layout) -> None:
+    first, second = parameters(), parameters()
+    first[0].data = first[0].data.T.clone().T
+    match gradient_layout:
+        case "columns":
+            first[0].grad = first[0].grad.T.clone().T
+        case "repeated":
+            first[0].grad = first[0].grad[:1].expand(4, 3)
+            second[0].grad = first[0].grad.clone()
+    mine, reference = ours(first), theirs(second)
+    for _ in range(2):
+        mine.step()
+        reference.step()
+    assert torch.allclose(first[0], second[0], atol=1e-6)
+
+
 def test_phase_times_name_the_update_alone() -> None:
     optimizer = AdamW(parameters())
     optimizer.step()
