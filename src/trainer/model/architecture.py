@@ -5,7 +5,6 @@ Owns where a model's files lie and which shapes it has. Does not own reading of 
 """
 
 from pathlib import Path
-from typing import Any, cast
 
 import huggingface_hub
 from huggingface_hub.errors import (
@@ -14,16 +13,16 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     StrictDataclassError,
 )
-from pydantic import ValidationError
 from transformers import AutoConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trainer.config.model import Architecture, DenseArchitecture, ModelConfig, MoEArchitecture
 from trainer.errors import UserError
+from trainer.model.published import check_published, shape_fields
+from trainer.model.rotary import QwenConfig
 from trainer.origin import companions, find_checkpoint
 
-QwenConfig = Qwen3Config | Qwen3MoeConfig
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
+"""What transformers raises on a config.json that it cannot take."""
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -95,7 +94,7 @@ def _published_config(name: str) -> QwenConfig:
     folder = locate_model(name, with_weights=False)
     try:
         published: PreTrainedConfig = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+    except _UNREADABLE as error:
         raise UserError(
             f"model.name={name!r} has no readable config.json ({error}): "
             "give a folder in Hugging Face layout"
@@ -105,52 +104,15 @@ def _published_config(name: str) -> QwenConfig:
             f"model.name={name!r} is a {published.model_type!r} model: "
             "only 'qwen3' and 'qwen3_moe' can be trained"
         )
-    if published.use_sliding_window:
-        raise UserError(
-            f"model.name={name!r} has use_sliding_window=true: sliding windows are not supported, "
-            "choose a model without"
-        )
-    _check_published(name, published)
+    if "head_dim" not in published.to_dict():
+        # A mixture of experts may leave it out; a number of heads below 1 is refused next.
+        published.head_dim = published.hidden_size // max(1, published.num_attention_heads)
+    check_published(name, published)
     return published
 
 
-def _check_published(name: str, published: QwenConfig) -> None:
-    """Hold a config.json to the rules of `[model.architecture]`, and to what is computed here.
-
-    Raises:
-        UserError: a value is out of range, does not go with another, or would be ignored.
-    """
-    rope_type = cast(dict[str, Any], published.rope_parameters)["rope_type"]
-    moe = isinstance(published, Qwen3MoeConfig)
-    if moe and published.hidden_act != "silu":
-        problem = f"hidden_act={published.hidden_act!r}: experts compute silu"
-    elif published.hidden_act not in ACT2FN:
-        problem = f"hidden_act={published.hidden_act!r}: transformers has no such function"
-    elif rope_type not in {"default", *ROPE_INIT_FUNCTIONS}:
-        problem = f"rope_type={rope_type!r}: transformers has no such embedding"
-    else:
-        problem = _shape_problem(published)
-    if problem:
-        raise UserError(
-            f"model.name={name!r}: its config.json has {problem}; choose another model, or correct "
-            "the file"
-        )
-
-
-def _shape_problem(published: QwenConfig) -> str:
-    section = MoEArchitecture if isinstance(published, Qwen3MoeConfig) else DenseArchitecture
-    try:
-        section.model_validate(_shape_fields(published))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        shown = f"{place}={first['input']!r}: " if place else ""
-        return shown + first["msg"].removeprefix("Value error, ")
-    return ""
-
-
 def _check_agreement(name: str, published: QwenConfig, inline: QwenConfig) -> None:
-    theirs, ours = _shape_fields(published), _shape_fields(inline)
+    theirs, ours = shape_fields(published), shape_fields(inline)
     differing = [field for field in ours if theirs.get(field) != ours[field]]
     if differing:
         field = differing[0]
@@ -159,15 +121,3 @@ def _check_agreement(name: str, published: QwenConfig, inline: QwenConfig) -> No
             f"the two must agree ({len(differing)} fields differ); drop [model.architecture] or "
             "model.name"
         )
-
-
-def _shape_fields(config: QwenConfig) -> dict[str, Any]:
-    rope = cast(dict[str, Any], config.rope_parameters)
-    fields = {"type": config.model_type, "rope_theta": rope["rope_theta"]}
-    values = config.to_dict()
-    # transformers serializes `num_experts` under an older name in some versions.
-    values["num_experts"] = config.num_experts if isinstance(config, Qwen3MoeConfig) else None
-    moe = isinstance(config, Qwen3MoeConfig)
-    names = MoEArchitecture.model_fields if moe else DenseArchitecture.model_fields
-    ignored = {"type", "rope_theta", "initializer_range", "max_position_embeddings"}
-    return fields | {name: values[name] for name in names if name not in ignored}

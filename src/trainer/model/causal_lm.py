@@ -77,7 +77,7 @@ class DenseCausalLM(TokenScoring, Qwen3ForCausalLM):
     """A dense Qwen3; see `forward_tokens` for what a call does."""
 
     def __init__(self, config: Qwen3Config, computation: Computation) -> None:
-        config._attn_implementation = computation.attention
+        _choose(config, computation)
         super().__init__(config)
         self.computation = computation
 
@@ -86,7 +86,7 @@ class MoECausalLM(TokenScoring, Qwen3MoeForCausalLM):
     """A Qwen3 mixture of experts with our experts; see `forward_tokens` for what a call does."""
 
     def __init__(self, config: Qwen3MoeConfig, computation: Computation) -> None:
-        config._attn_implementation = computation.attention
+        _choose(config, computation)
         super().__init__(config)
         self.computation = computation
         for layer in self.model.layers:
@@ -102,6 +102,12 @@ class MoECausalLM(TokenScoring, Qwen3MoeForCausalLM):
 
 
 CausalLM = DenseCausalLM | MoECausalLM
+
+
+def _choose(config: Qwen3Config | Qwen3MoeConfig, computation: Computation) -> None:
+    """Write into `config` what computes here, over what a config.json may say."""
+    config._attn_implementation = computation.attention
+    config._experts_implementation = "eager"  # never run: our experts take the place of theirs
 
 
 @contextmanager
@@ -187,6 +193,7 @@ def _hidden_states(model: CausalLM, input_ids_PS: Tensor, position_ids_PS: Tenso
         attention_mask=_as_model_takes_it(model, mask),
         position_ids=position_ids_PS,
         use_cache=False,
+        return_dict=True,
     )
     return outputs.last_hidden_state
 

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 from trainer.config.model import ModelConfig
 from trainer.errors import UserError
@@ -33,6 +31,7 @@ from trainer.model.causal_lm import (
 from trainer.model.experts import choose_experts_impl
 from trainer.model.init import init_random_
 from trainer.model.moe import MoEBlock
+from trainer.model.rotary import rotary_embedding
 from trainer.model.weights import load_weights_
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.fsdp import (
@@ -181,15 +180,9 @@ def _log_expert_shards(model: CausalLM, mesh: DeviceMesh) -> None:
 def _materialize_(model: CausalLM, device: torch.device) -> None:
     """Give a meta model memory: parameters without values, buffers with theirs, ties remade."""
     model.to_empty(device=device)
-    model.model.register_module("rotary_emb", _rotary(model.config).to(device))
+    model.model.register_module("rotary_emb", rotary_embedding(model.config).to(device))
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-
-
-def _rotary(hf_config: QwenConfig) -> nn.Module:
-    if isinstance(hf_config, Qwen3MoeConfig):
-        return Qwen3MoeRotaryEmbedding(hf_config)
-    return Qwen3RotaryEmbedding(hf_config)
 
 
 def _load_(model: CausalLM, config: ModelConfig) -> None:

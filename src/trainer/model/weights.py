@@ -102,24 +102,25 @@ class OpenFiles:
 
 
 def _list_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's weights; of a single file and an index, as transformers."""
     index = folder / _INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{index} is not a weights index ({error!r}): copy the model again"
-            ) from error
-        files = [folder / name for name in names]
-    else:
-        files = [folder / _SINGLE_FILE]
-    missing = [file.name for file in files if not file.is_file()]
+    is_single = (folder / _SINGLE_FILE).is_file() or not index.is_file()
+    names = [_SINGLE_FILE] if is_single else _indexed(index)
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UserError(
             f"model.name={str(folder)!r} lacks the weights file {_listed(missing)}: copy it there, "
             "or set model.weights = 'random'"
         )
-    return files
+    return [folder / name for name in names]
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        return sorted({str(file) for file in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{index} is not a weights index ({error!r}): copy the model again"
+        raise UserError(problem) from error
 
 
 def _open(file: Path) -> Any:

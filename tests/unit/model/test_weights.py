@@ -1,4 +1,3 @@
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -147,10 +146,34 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     refuse(tmp_path, rf"lacks the weights file {shard.name}")
 
 
-def test_a_broken_index_is_named(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": []}))
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"weight_map": []}', '{"weight_map": "x"}'],
+    ids=["empty", "list", "in", "x"],
+)
+def test_a_broken_index_is_named(folder: Path, content: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
     refuse(folder, r"index\.json is not a weights index")
+
+
+def test_a_file_that_an_index_calls_by_a_number_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 7}}')
+    refuse(folder, r"lacks the weights file 7")
+
+
+def test_a_single_file_is_read_before_an_index_as_by_transformers(tmp_path: Path) -> None:
+    transformers_model(moe_architecture()).save_pretrained(tmp_path, max_shard_size="20KB")
+    whole = transformers_model(moe_architecture())
+    with torch.no_grad():
+        whole.model.norm.weight.fill_(7.0)
+    whole.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    theirs = Qwen3MoeForCausalLM.from_pretrained(tmp_path).model.norm.weight
+    with one_rank_mesh() as mesh:
+        ours = setup_model(pretrained(tmp_path), mesh).model.norm.weight.full_tensor()
+    assert set(theirs.tolist()) == set(ours.tolist()) == {7.0}
 
 
 def test_an_inline_architecture_must_agree(folder: Path) -> None:
