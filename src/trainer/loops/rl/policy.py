@@ -108,6 +108,7 @@ class Policy:
             packed.input_ids_PS,
             position_ids=packed.position_ids_PS,
             target_ids=packed.target_ids_PS,
+            token_mask=packed.token_mask_PS,
             temperature=self._config.rollout.temperature,
             with_entropy=True,
         )
