@@ -6,9 +6,10 @@ read newton_schulz.py next.
 
 from collections.abc import Sequence
 from itertools import chain, repeat
-from math import isfinite
 from numbers import Integral
+from sys import float_info
 from types import MappingProxyType
+from typing import SupportsFloat
 
 from trainer.errors import UserError
 
@@ -108,9 +109,16 @@ def _row(row: tuple[float, ...]) -> Row:
         raise UserError(
             f"optim.ns_coefficients: row {list(row)} has {len(row)} numbers; a row is (a, b, c)"
         )
-    if any(isinstance(value, str) or not isfinite(value) for value in row):
+    if not all(map(_is_finite_number, row)):
         raise UserError(
             f"optim.ns_coefficients: row {list(row)} must be three finite numbers (a, b, c)"
         )
     a, b, c = (float(value) for value in row)
     return a, b, c
+
+
+def _is_finite_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        return False
+    # Not isfinite(), which an integer beyond floats makes raise.
+    return bool(-float_info.max <= value <= float_info.max)  # pyright: ignore[reportOperatorIssue]

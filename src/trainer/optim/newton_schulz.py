@@ -64,7 +64,7 @@ def newton_schulz(
     if X.numel() == 0:
         return torch.empty_like(X, dtype=dtype)
     stack_BMN = X.detach().reshape(-1, *X.shape[-2:])
-    if isinstance(kernel, str):
+    if not isinstance(kernel, KernelChoice):
         num_matrices, M, N = stack_BMN.shape
         kernel = choose_kernel(
             kernel, shape=(num_matrices, M, N), dtype=dtype, device=stack_BMN.device
@@ -123,7 +123,8 @@ def newton_schulz_flops(
 ) -> int:
     """Return the floating-point operations of one call (a multiply-add is two).
 
-    Products that compute one triangle count half. Equal for M x N and N x M.
+    Products that compute one triangle count half; one that a row multiplies by zero counts too.
+    Equal for M x N and N x M.
 
     Args:
         shape: [..., M, N].
@@ -182,6 +183,8 @@ def _check_types(X: Tensor, dtype: torch.dtype | None) -> None:
             f"newton_schulz takes a plain tensor, not a {type(X).__name__}: Muon orthogonalizes "
             "sharded parameters, full_tensor() makes one whole"
         )
+    if X.layout != torch.strided:
+        raise TypeError(f"newton_schulz takes dense matrices, not {X.layout}: to_dense() first")
     if X.ndim < 2:
         raise TypeError(f"newton_schulz takes matrices [..., M, N], not shape {tuple(X.shape)}")
     names = ", ".join(map(str, _DTYPES))

@@ -265,6 +265,18 @@ def test_workspace_counts_two_matrices_and_the_squares():
     assert from_fp32 == 256 * (4 + 2)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 32, 33), (96, 208)], ids=str)
+def test_rows_without_a_fifth_power_never_read_stale_memory(kernel, dtype, shape):
+    X, rows = normal(*shape), [(1.5, -0.5, 0.0)]
+    exact = newton_schulz(X.double(), coefficients=rows, kernel="dense")
+    result = newton_schulz(X, coefficients=rows, dtype=dtype, kernel=kernel)
+    # A few roundings of iterates of norm 1.
+    allowed = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert (result.double() - exact).norm() <= allowed * exact.norm()
+
+
 # --- refusals ---------------------------------------------------------------------------------
 
 
@@ -279,6 +291,8 @@ def test_what_is_not_a_stack_of_float_matrices_is_a_type_error():
         newton_schulz(torch.zeros(3, 3), dtype=torch.int32)
     with pytest.raises(TypeError, match="dtype='bfloat16' is not one of torch"):
         newton_schulz(torch.zeros(3, 3), dtype="bfloat16")
+    with pytest.raises(TypeError, match=r"takes dense matrices, not torch\.sparse_coo"):
+        newton_schulz(torch.eye(3).to_sparse())
     with pytest.raises(TypeError, match="takes a plain tensor, not a list"):
         newton_schulz([[1.0]])
 
@@ -291,6 +305,12 @@ def orthogonalize_a_shard() -> None:
 
 def test_a_shard_is_no_matrix():
     run_threads(2, orthogonalize_a_shard)
+
+
+@pytest.mark.parametrize("kernel", ["fast", None, 5])
+def test_an_unknown_kernel_is_refused_by_name(kernel):
+    with pytest.raises(UserError, match=f'optim.kernel="{kernel}": not a kernel; give one of'):
+        newton_schulz(normal(3, 3), kernel=kernel)
 
 
 def test_no_steps_are_refused():
