@@ -5,13 +5,14 @@ Owns the beginning and the end of the process; what a command does is `trainer.c
 
 import atexit
 import contextlib
+import io
 import os
 import sys
 from contextlib import AbstractContextManager
 
+from trainer.cli.commands import RUNS
 from trainer.cli.interrupts import ended_by_signals
 
-RUNS = ("sft", "rl", "pretrain")
 FAILURE = 1
 
 
@@ -34,8 +35,22 @@ class Ending:
         os._exit(self.status)
 
 
+def open_streams() -> None:
+    """Have standard streams that take any text, so that no output ends a run.
+
+    A closed one would give its number to the next file that is opened, a checkpoint's perhaps.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if vars(sys)[name] is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open to the end
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main() -> int:
     """Run the command of this process; returns its exit status."""
+    open_streams()
     args = sys.argv[1:]
     signals: AbstractContextManager[None] = contextlib.nullcontext()
     ending = Ending()

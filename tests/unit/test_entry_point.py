@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -54,10 +55,33 @@ def test_exit_handlers_of_others_run_before_the_end():
     assert (ended.returncode, ended.stdout) == (2, "saidlast\n")
 
 
+DRY_RUN = ["sft", "@", "configs/sft/demo.toml", "--dry-run"]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_end_no_command(closed):
+    command = f'"$0" -m trainer "$@" {closed}'
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable, *DRY_RUN], capture_output=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_text_that_the_output_lacks_is_written_as_toml_escapes():
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", *DRY_RUN, "--output-dir", "日本😀"],
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert ended.returncode == 0
+    assert tomllib.loads(ended.stdout.decode())["output_dir"] == "日本😀"
+
+
 def test_output_that_cannot_be_written_fails_the_run_with_a_message():
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "trainer", "sft", "@", "configs/sft/demo.toml", "--dry-run"],
+            [sys.executable, "-m", "trainer", *DRY_RUN],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

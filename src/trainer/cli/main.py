@@ -9,12 +9,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 
 from trainer.cli import text
-from trainer.config import RLConfig, RunConfig, SFTConfig, dump_config, load_config
-from trainer.config.pretrain import PretrainConfig
+from trainer.cli.commands import RUNS, config_class, run_function
+from trainer.config import RunConfig, dump_config, load_config
 from trainer.errors import Interrupted, UserError
 from trainer.seat import Seat, read_seat
 
@@ -78,9 +77,9 @@ def _dispatch(args: list[str], seat: Seat) -> None:
             print(text.USAGE)
         case ["--version"]:
             print(text.version())
-        case ["sft" | "rl" | "pretrain" as command, *rest]:
+        case [command, *rest] if command in RUNS:
             _train(command, rest, seat)
-        case ["plan", "sft" | "rl" | "pretrain" as command, *rest]:
+        case ["plan", command, *rest] if command in RUNS:
             from trainer.cli.planning.command import plan
 
             plan(config_class(command), rest)
@@ -98,33 +97,6 @@ def _dispatch(args: list[str], seat: Seat) -> None:
             raise UserError(f"{unknown!r}: no such command; {text.COMMANDS_HINT}")
 
 
-def config_class(command: str) -> type[RunConfig]:
-    """Return the config class of a training command."""
-    match command:
-        case "sft":
-            return SFTConfig
-        case "rl":
-            return RLConfig
-        case _:
-            return PretrainConfig
-
-
-def _run_function(command: str) -> Callable[..., None]:
-    match command:
-        case "sft":
-            from trainer.loops.sft import run_sft
-
-            return run_sft
-        case "rl":
-            from trainer.loops.rl import run_rl
-
-            return run_rl
-        case _:
-            from trainer.loops.pretrain import run_pretrain
-
-            return run_pretrain
-
-
 def _train(command: str, args: list[str], seat: Seat) -> None:
     cls = config_class(command)
     if "--help" in args or "-h" in args:
@@ -140,7 +112,7 @@ def _train(command: str, args: list[str], seat: Seat) -> None:
     _start_logging(seat)
     for note in notes:
         logging.getLogger(__name__).warning("%s", note)
-    _run_function(command)(config)
+    run_function(command)(config)
 
 
 def _load_on_every_rank(

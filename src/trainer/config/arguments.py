@@ -270,7 +270,7 @@ def _convert_text(text: str, allowed: list[schema.Kind]) -> Any:
     if bool in plain and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if int in plain and INTEGER.fullmatch(text):
-        return int(text)
+        return _integer(text)
     return _number_or_text(text) if float in plain else text
 
 
@@ -282,8 +282,16 @@ def _convert_free(flag: Flag) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if INTEGER.fullmatch(text):
-        return int(text)
+        return _integer(text)
     return _number_or_text(text)
+
+
+def _integer(text: str) -> int | str:
+    """Read an integer; text of more digits than Python reads stays text."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _number_or_text(text: str) -> Any:

@@ -23,6 +23,23 @@ Text = Annotated[str, Field(strict=True, min_length=1)]
 """Of names and paths: an empty one would mean the working directory."""
 Seed = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
 """What every random generator takes; numpy's takes no more."""
+
+
+def _holds_no_none(table: dict[str, Any]) -> dict[str, Any]:
+    _refuse_none(table, "")
+    return table
+
+
+def _refuse_none(value: Any, name: str) -> None:
+    if value is None:
+        raise ValueError(f"{name}=None: a table of free keys holds no None; leave it out")
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_none(item, f"{name}.{key}".lstrip("."))
+
+
+FreeTable = Annotated[dict[str, Any], AfterValidator(_holds_no_none)]
+"""Any keys. TOML has no None, and writes it as the text that it would be here."""
 _FUNCTION_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

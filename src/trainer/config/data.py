@@ -1,6 +1,6 @@
 """The `data` and `val` sections: sources, tokenization, masks, packing."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -8,6 +8,7 @@ from trainer.config.base import (
     Bool,
     Count,
     CountOrZero,
+    FreeTable,
     FunctionPath,
     Int,
     OpenFraction,
@@ -46,7 +47,7 @@ class ReasoningGymSource(Section):
     seed: Int = 0
     start: CountOrZero = 0
     """Index of the first item: splits are index ranges of one seed (seeds overlap)."""
-    params: dict[str, Any] = {}
+    params: FreeTable = {}
     """The task's own settings, such as `min_word_len`."""
     template: str = "{question}"
     """Text of the user turn; fields: `question` and what the task puts into an item's metadata."""
@@ -63,7 +64,7 @@ class FunctionSource(Section):
     path: FunctionPath
     """`module:function`; the module is imported with the working directory on the path. Called once
     on every rank and again after a resume: it must return the same rows each time."""
-    params: dict[str, Any] = {}
+    params: FreeTable = {}
     """Its keyword arguments."""
     weight: PositiveFloat = 1.0
     """Share of rows in a mix, on any scale."""
@@ -112,7 +113,7 @@ class DataConfig(BatchConfig):
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
     chat_template: Text | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
-    template_kwargs: dict[str, Any] = {}
+    template_kwargs: FreeTable = {}
     """Variables for the chat template, such as `enable_thinking`."""
     train_on: Literal["all", "last"] = "all"
     """Which assistant turns are trained on."""

@@ -16,6 +16,7 @@ from trainer.config.base import (
     CountOrZero,
     Float,
     Fraction,
+    FreeTable,
     FunctionPath,
     NonNegativeFloat,
     OpenFraction,
@@ -119,7 +120,7 @@ class FunctionReward(RewardSection):
     type: Literal["function"] = "function"
     path: FunctionPath
     """`module:function`; the module is imported with the working directory on the path."""
-    params: dict[str, Any] = {}
+    params: FreeTable = {}
     """Further keyword arguments."""
 
 
@@ -297,7 +298,7 @@ class RLDataConfig(Section):
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
     chat_template: Text | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
-    template_kwargs: dict[str, Any] = {}
+    template_kwargs: FreeTable = {}
     """Variables for the chat template, such as `enable_thinking`."""
 
 

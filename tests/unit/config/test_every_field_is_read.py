@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from trainer.cli.main import config_class
+from trainer.cli.commands import config_class
 from trainer.config import schema
 from trainer.config.model import MoEArchitecture
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from trainer.cli.main import config_class
+from trainer.cli.commands import config_class
 from trainer.config import RLConfig, SFTConfig, dump_config, load_config
 from trainer.config.base import Count, Float, Section
 from trainer.config.optim import AdamWConfig, MuonConfig, SGDConfig
@@ -339,6 +339,11 @@ def test_text_in_a_free_table_of_a_file_stays_text(load):
         (["--model.name", ""], ["model.name=''", "text, not empty"]),
         (["--ckpt.resume", "4"], ["ckpt.resume=4", "max_steps=3"]),
         (["--scheduler.warmup-steps", "4"], ["scheduler.warmup_steps=4", "max_steps=3"]),
+        (["--max-steps", "1" * 5000], ["max_steps='1111", "an integer"]),
+        (
+            ["--data.template-kwargs", '{"a": [{"b": null}]}'],
+            ["data.template_kwargs: a.0.b=None", "leave it out"],
+        ),
         (["--model.architecture.head-dim", "15"], ["architecture.head_dim=15", "even"]),
         (
             ["--model.architecture.num-key-value-heads", "3"],
