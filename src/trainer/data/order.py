@@ -1,13 +1,16 @@
 """In which order rows are drawn: a shuffle without memory, and exact proportions in a mix.
 
 Owns the position in the data: counts per source, nothing else, so that resuming at a million costs
-what resuming at ten costs. Knows no rows. Read `stream.py` next.
+what resuming at ten costs. Whose turn it is in a mix is `mixture.py`'s. Knows no rows. Read
+`stream.py` next.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from trainer.data.mixture import Mixture
 
 _NUM_ROUNDS = 6
 
@@ -52,9 +55,9 @@ def _feistel(index: int, half_bits: int, key: str) -> int:
 class RowOrder:
     """Says which source comes next, and which of its rows.
 
-    After n kept rows, a source of share w has given n·w of them, to within one row per source:
-    exact proportions of rows at every moment. A row that is drawn but not kept (bad, overlong) is
-    replaced from the same source, so that bad rows do not shift the proportions.
+    After n rows that could be used, a source of share s has given n·s of them, to less than one row
+    (`Mixture`). A row that is drawn and cannot be used (bad, overlong) is replaced from the same
+    source, so that bad rows do not shift the proportions.
 
     Args:
         sizes: rows of each source.
@@ -67,11 +70,10 @@ class RowOrder:
         self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool
     ) -> None:
         self._sizes = list(sizes)
-        self._shares = [weight / sum(weights) for weight in weights]
+        self._mixture = Mixture(weights)
         self._seed = seed
         self._shuffle = shuffle
         self._drawn = [0] * len(sizes)
-        self._kept = [0] * len(sizes)
 
     @property
     def epochs(self) -> list[float]:
@@ -79,10 +81,8 @@ class RowOrder:
         return [drawn / size for drawn, size in zip(self._drawn, self._sizes, strict=True)]
 
     def next_source(self) -> int:
-        """Return the source that lags its share the most (ties: the first)."""
-        total = sum(self._kept) + 1
-        lags = [s * total - kept for s, kept in zip(self._shares, self._kept, strict=True)]
-        return lags.index(max(lags))
+        """Return the source whose turn it is."""
+        return self._mixture.next_source()
 
     def draw(self, source: int) -> Draw:
         """Move on by one row of the source."""
@@ -92,7 +92,7 @@ class RowOrder:
 
     def keep(self, source: int) -> None:
         """Count the last row drawn from the source as given."""
-        self._kept[source] += 1
+        self._mixture.give(source)
 
     def row(self, draw: Draw) -> int:
         """Return the row index that a draw stands for."""
@@ -104,8 +104,9 @@ class RowOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, ready for JSON."""
-        return {"drawn": list(self._drawn), "kept": list(self._kept)}
+        return {"drawn": list(self._drawn), "kept": self._mixture.state_dict()["given"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position."""
-        self._drawn, self._kept = list(state["drawn"]), list(state["kept"])
+        self._drawn = list(state["drawn"])
+        self._mixture.load_state_dict({"given": state["kept"], "ended": [False] * len(self._sizes)})

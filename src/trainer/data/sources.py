@@ -18,6 +18,7 @@ from trainer.config.data import (
     SingleSource,
     Source,
 )
+from trainer.data.file_tree import files_under
 from trainer.data.function import FunctionRows
 from trainer.data.jsonl import JsonLines
 from trainer.data.order import permuted
@@ -162,24 +163,17 @@ def _open_files(source: FilesSource, field: str) -> Rows:
     path = Path(source.path)
     if not path.exists():
         raise UserError(f"{field}.path={source.path!r} does not exist: give a file or folder")
-    files = [path] if not path.is_dir() else _files_under(path)
-    files = [file for file in files if file.suffix.lower() in _SUFFIXES and file.is_file()]
+    if path.is_dir():
+        files, found = files_under(path, _SUFFIXES, field), "holds no such file"
+    else:
+        is_rows = path.suffix.lower() in _SUFFIXES and path.is_file()
+        files, found = [path] if is_rows else [], "is of another kind"
     if not files:
-        found = "holds no such file" if path.is_dir() else "is of another kind"
         raise UserError(
             f"{field}.path={source.path!r} {found}: give a .jsonl or .parquet file, or a folder "
             "of them"
         )
     return ChainedRows([_open_file(file, field) for file in files])
-
-
-def _files_under(folder: Path) -> list[Path]:
-    """Return the files below a folder in order; hidden ones belong to editors and systems."""
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
 
 
 def _open_file(path: Path, field: str) -> Rows:

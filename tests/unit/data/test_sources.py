@@ -22,16 +22,15 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_gives_all_its_files_in_order_of_their_names(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "rows/b.jsonl", ROWS[2:3])
-    write_jsonl(tmp_path / "rows/a/x.jsonl", ROWS[:2])
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "rows/c.parquet")
+    write_jsonl(tmp_path / "rows/b.jsonl", ROWS[:1])
+    write_jsonl(tmp_path / "rows/d/x.jsonl", ROWS[1:3])
+    (tmp_path / "rows/e").mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[3:]), tmp_path / "rows/e/c.parquet")
     (tmp_path / "rows/README.md").write_text("not data")
-    for hidden in ("rows/.b.jsonl", "rows/.saved/x.jsonl"):
-        write_jsonl(tmp_path / hidden, ROWS)
     rows = open_rows(FilesSource(path=str(tmp_path / "rows")), "data.source")
     assert [rows[i] for i in range(len(rows))] == ROWS
-    assert rows.where(2) == f"{tmp_path}/rows/b.jsonl:1"
-    assert rows.where(3) == f"{tmp_path}/rows/c.parquet: row 1"
+    assert rows.where(2) == f"{tmp_path}/rows/d/x.jsonl:2"
+    assert rows.where(3) == f"{tmp_path}/rows/e/c.parquet: row 1"
 
 
 def test_parquet_rows_lose_the_nulls_that_arrow_adds(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
 """Opens the sources of a pretraining run.
 
-Owns which files of a folder are read and what a source is called. Reads no documents.
+Owns how a file is read and what a source is called. Reads no documents.
 """
 
-import os
 import sysconfig
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from trainer.config.pretrain import (
     TextFilesSource,
     TokensSource,
 )
+from trainer.data.file_tree import files_under
 from trainer.data.shards.manifest import read_manifest
 from trainer.data.shards.reader import TokenPages, check_shards
 from trainer.data.text.blocks import TextFormat
@@ -99,7 +99,7 @@ def open_files(source: TextFilesSource, field: str, shuffle: Shuffle) -> Numbere
     path = Path(source.path)
     if not path.exists():
         raise UserError(f"{field}.path={source.path!r} does not exist: give a file or folder")
-    files = [path] if path.is_file() else _files_under(path, source.suffixes)
+    files = files_under(path, source.suffixes, field) if path.is_dir() else [path]
     kinds = {_kind(file, field) for file in files}
     rows = TextFormat(column=source.column, skips_bad=source.on_bad_row == "skip")
     block_bytes = source.block_kib * 1024
@@ -165,32 +165,7 @@ def open_numbered(
 
 def stdlib_files() -> list[Path]:
     """Return the Python files of this interpreter's standard library, without tests, in order."""
-    return _files_under(Path(sysconfig.get_path("stdlib")), (".py",), NOT_LIBRARY)
-
-
-def _files_under(
-    folder: Path, suffixes: tuple[str, ...], passed_over: set[str] | frozenset[str] = frozenset()
-) -> list[Path]:
-    """Return the files below a folder in order, through links to folders, each folder once."""
-    endings = tuple(suffix.lower() for suffix in suffixes)
-    seen: set[tuple[int, int]] = set()
-    found: list[Path] = []
-    for root, folders, files in os.walk(folder, followlinks=True, onerror=_refuse_folder):
-        status = os.stat(root)
-        if (status.st_dev, status.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if name not in passed_over)
-        found += [Path(root, name) for name in sorted(files) if name.lower().endswith(endings)]
-    return found
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise UserError(
-        f"data.source: {error.filename} cannot be read ({error.strerror}): make it readable, or "
-        "move it away"
-    ) from error
+    return files_under(Path(sysconfig.get_path("stdlib")), (".py",), "stdlib", NOT_LIBRARY)
 
 
 def _own_name(source: SinglePretrainSource) -> str:

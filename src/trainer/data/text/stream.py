@@ -7,8 +7,8 @@ so the order is the same on any number of ranks.
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.data.mixture import Mixture
 from trainer.data.packing import Pack
-from trainer.data.text.mixture import Mixture
 from trainer.data.text.queue import PackQueue
 from trainer.errors import EndOfDataError, UserError
 
@@ -101,6 +101,7 @@ class PretrainStream:
             source = self._mixture.next_source()
             pack = self._queues[source].next_pack()
             if pack is not None:
+                self._mixture.give(source)
                 self._num_packs[source] += 1
                 return pack
             self._mixture.end(source)

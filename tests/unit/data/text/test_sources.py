@@ -55,31 +55,6 @@ def test_a_packing_that_is_not_read_is_refused_by_name(tmp_path, name):
             pretrain_data(source)
 
 
-def test_a_folder_is_read_through_links_and_any_case_of_letters(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "b.TXT").write_text("behind a link")
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "a.txt").write_text("here")
-    (corpus / "link").symlink_to(tmp_path / "elsewhere")
-    (corpus / "loop").symlink_to(corpus)
-    page = open_files(TextFilesSource(path=str(corpus)), "data.source", Shuffle(None)).page(0, (0,))
-    assert list(page.documents) == ["here", "behind a link"]
-
-
-def test_a_folder_or_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"a\.txt cannot be read \(No such file"):
-        pretrain_data({"type": "files", "path": str(tmp_path)})
-
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr("os.scandir", refuse)
-    with pytest.raises(UserError, match=rf"{tmp_path} cannot be read \(Permission denied\)"):
-        pretrain_data({"type": "files", "path": str(tmp_path)})
-
-
 def test_a_file_whose_name_is_no_text_is_read(tmp_path):
     path = tmp_path / (os.fsdecode(b"\xff") + " ünïcödé.txt")
     path.write_text("some text")

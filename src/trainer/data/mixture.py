@@ -1,4 +1,4 @@
-"""Which source gives the next pack: exact proportions at every moment.
+"""Which source gives the next row or pack: exact proportions at every moment.
 
 Source: Tijdeman, The chairman assignment problem (1980). Computed in fractions, so nothing drifts.
 """
@@ -12,8 +12,8 @@ class Mixture:
     """Deals turns to sources by weight.
 
     After n turns, each of k sources of share s has had n·s of them to within 1 - 1/(2k - 2), which
-    is less than one turn and the best that any rule can promise. Where a source ends, the same
-    holds for the others from there on.
+    is less than one turn and the best that any rule can promise; `give` the turn to the
+    `next_source`. Where a source ends, the same holds for the others from there on.
 
     Args:
         weights: relative shares, above 0.
@@ -30,16 +30,18 @@ class Mixture:
         return [index for index, ended in enumerate(self._ended) if not ended]
 
     def next_source(self) -> int:
-        """Return whose turn it is and count it as given; some source must be active."""
+        """Return whose turn it is; some source must be active."""
         active = self.active
         total = sum(self._weights[index] for index in active)
         turn = sum(self._given[index] for index in active) + 1
         slack = Fraction(1, max(2, 2 * len(active) - 2))
         lags = {i: self._weights[i] / total * turn - self._given[i] for i in active}
         urgent = [i for i in active if lags[i] >= slack] or active
-        chosen = min(urgent, key=lambda i: (1 - slack - lags[i]) / self._weights[i])
-        self._given[chosen] += 1
-        return chosen
+        return min(urgent, key=lambda i: (1 - slack - lags[i]) / self._weights[i])
+
+    def give(self, source: int) -> None:
+        """Count a turn as given."""
+        self._given[source] += 1
 
     def end(self, source: int) -> None:
         """Take a source out of the mix; the others go on in proportion from here."""
