@@ -63,7 +63,14 @@ def test_train_step_compares_our_step_with_transformers_own():
 
 @pytest.mark.distributed
 def test_train_step_deals_its_packs_to_real_ranks():
-    command = ["torchrun", "--nproc-per-node", "2", str(BENCH / "train_step.py"), "--tiny"]
+    command = [
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(BENCH / "train_step.py"),
+        "--tiny",
+    ]
     command += [
         "--device",
         "cpu",

@@ -111,4 +111,3 @@ def test_signal_to_one_rank_stops_all_after_the_same_step():
     first, second = launch_ranks(2, code, timeout_s=60)
     assert first.out == second.out
     assert first.out.split()[1] == "15"
-    assert int(first.out.split()[0]) < 50

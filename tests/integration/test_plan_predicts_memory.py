@@ -1,7 +1,7 @@
 """`trainer plan`'s memory against what a step allocates, on a CPU with its own kernels' needs."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,9 +123,13 @@ def peak_of_training(case: Case) -> int:
     clock, totals = Clock(torch.device("cpu")), StepTotals.of(packs)
     optimizer.step = lambda finite: None  # what it allocates is measured on its own
     step(clock, batches, totals)
-    # What gloo's threads let go of late can only add to a peak: the least of several steps is it.
     repeats = NUM_REPEATS if case == DISPATCHED else 1
-    return min(allocated(lambda: step(clock, batches, totals)).peak for _ in range(repeats))
+    return least_peak(lambda: step(clock, batches, totals), repeats)
+
+
+def least_peak(step: Callable[[], object], repeats: int) -> int:
+    """Return the peak of the best of several steps: what gloo's threads free late can only add."""
+    return min(allocated(step).peak for _ in range(repeats))
 
 
 def measure_optimizer_steps(cases: list) -> list[tuple[int, int]]:
@@ -144,7 +148,7 @@ def _peak_of_optimizer(architecture: Architecture, parallel: dict, optim: dict) 
         parameter.grad = parameter.detach().clone()
     finite = torch.ones((), dtype=torch.bool)
     optimizer.step(finite=finite)
-    peak = allocated(lambda: optimizer.step(finite=finite)).peak
+    peak = least_peak(lambda: optimizer.step(finite=finite), NUM_REPEATS)
     return peak, optimizer.price().temporary_bytes
 
 

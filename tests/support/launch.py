@@ -8,6 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -18,19 +20,29 @@ class Ended:
     err: str
 
 
-def launch_ranks(world_size: int, code: str, *args: str, timeout_s: float = 120.0) -> list[Ended]:
+def launch_ranks(
+    world_size: int, code: str, *args: str, timeout_s: float = 120.0, has_launcher: bool = True
+) -> list[Ended]:
     """Run `python -c code args` as every rank of a world; return how each ended, by rank.
+
+    Args:
+        world_size: Number of ranks.
+        code: The program.
+        args: Its arguments.
+        timeout_s: Of each rank.
+        has_launcher: Whether the store where ranks meet is the launcher's and outlives them all, as
+            under torchrun; else rank 0 has it, as under SLURM, and it ends with rank 0.
 
     Raises:
         subprocess.TimeoutExpired: a rank hangs.
     """
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = store.port if has_launcher else _free_port()
     shared = {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(has_launcher),
         "OMP_NUM_THREADS": "1",
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -49,6 +61,13 @@ def launch_ranks(world_size: int, code: str, *args: str, timeout_s: float = 120.
                     print(f"still running; its stderr:\n{err.read_text()}")
                 process.kill()
                 process.wait()
+
+
+def _free_port() -> int:
+    """Return a port that nobody uses now; another program may take it before rank 0 does."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 def _start(

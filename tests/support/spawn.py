@@ -54,13 +54,14 @@ def _collect(ranks: list[Any], results: Any, timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     by_rank: dict[int, Any] = {}
     while len(by_rank) < len(ranks):
+        late = [rank for rank in range(len(ranks)) if rank not in by_rank]
+        # Asked before the queue is: a rank says its word first, and may then die of its ending.
+        dead = [rank for rank in late if ranks[rank].exitcode is not None]
         try:
             rank, value, error = results.get(timeout=0.2)
         except queue.Empty:
-            late = [rank for rank in range(len(ranks)) if rank not in by_rank]
-            assert time.monotonic() < deadline, f"ranks {late} hang after {timeout_s} s"
-            dead = [rank for rank in late if ranks[rank].exitcode not in (None, 0)]
             assert not dead, f"ranks {dead} died without a word"
+            assert time.monotonic() < deadline, f"ranks {late} hang after {timeout_s} s"
             continue
         assert error is None, f"rank {rank} failed:\n{error}"
         by_rank[rank] = value

@@ -159,10 +159,10 @@ def test_an_unknown_adjust_lr_is_refused() -> None:
 
 
 def test_a_plan_for_512_ranks_takes_seconds_and_is_json() -> None:
-    start = time.monotonic()
+    start = time.process_time()
     specs = qwen3_30b_a3b(100, dp_replicate=4, dp_shard=128, ep=8)
     plan = build_plan(plan_groups(MuonConfig(), specs), PlanOptions(), choose)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert json.loads(plan.to_json())["num_collectives"] == plan.num_collectives()
     table = routing_table(plan, grouped=True)
     assert "model.layers.*.mlp.experts.gate_up_proj (48)" in table

@@ -12,19 +12,23 @@ from trainer.parallel.signals import SIGNALS, StopSignal
 from trainer.parallel.world import open_world
 
 TWICE = """
-import os, signal, time
-from trainer.parallel.signals import StopSignal
-with StopSignal(has_launcher={has_launcher}):
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep({pause})
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.5)
+import os, signal, time, types
+from trainer.parallel import signals
+now, seen = 0.0, []
+signals.time = types.SimpleNamespace(monotonic=lambda: now)
+with signals.StopSignal(has_launcher={has_launcher}) as stop:
+    receive = stop._receive
+    stop._receive = lambda signum: (receive(signum), seen.append(signum))
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), signum)
+        while signum not in seen: time.sleep(0.001)
+        now += {pause}
     print("alive")
 """
 
 
 def wait_for(stop: StopSignal) -> int | None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while stop.received is None and time.monotonic() < deadline:
         time.sleep(0.001)
     return stop.received
@@ -57,11 +61,15 @@ def test_handlers_from_before_return():
 def test_signal_is_seen_while_the_main_thread_sits_in_foreign_code():
     """A lock held in C stands for a collective: no Python handler runs meanwhile."""
     code = (
-        "import ctypes, os, signal, threading\n"
+        "import ctypes, os, signal, threading, time\n"
         "from trainer.parallel.signals import StopSignal\n"
+        "def watch():\n"
+        "    while stop.received is None: time.sleep(0.001)\n"
+        "    print(stop.received, flush=True)\n"
+        "    os._exit(0)\n"
         "with StopSignal(has_launcher=False) as stop:\n"
         "    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-        "    threading.Timer(0.6, lambda: (print(stop.received), os._exit(0))).start()\n"
+        "    threading.Thread(target=watch).start()\n"
         "    sleep = ctypes.CDLL(None).sleep\n"
         "    while True: sleep(30)\n"
     )

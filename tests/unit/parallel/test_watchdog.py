@@ -10,11 +10,12 @@ from trainer.parallel.watchdog import Watchdog
 
 @pytest.fixture
 def pair():
+    """Two watchdogs whose threads have ended: what they publish, a test does."""
     store = dist.HashStore()
     dogs = [Watchdog(rank, 2, 60.0, store) for rank in range(2)]
-    yield dogs
     for dog in dogs:
         dog.stop()
+    return dogs
 
 
 def publish(dog: Watchdog) -> None:
@@ -39,11 +40,13 @@ def test_rank_that_others_wait_for_blames_nobody(pair):
 
 
 def test_phase_is_published_by_the_thread(pair):
-    first, second = pair
-    second.enter("save_ckpt", True)
-    deadline = time.monotonic() + 10
+    first, _ = pair
+    second = Watchdog(1, 2, 1.0, first._store.underlying_store)
+    second.enter("save_ckpt", False)
+    deadline = time.monotonic() + 60
     while "save_ckpt" not in str(first._others()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.01)
+    second.stop()
     assert first._others()[1].name == "save_ckpt"
 
 
