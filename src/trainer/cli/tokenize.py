@@ -25,7 +25,8 @@ only what is missing.
 
   --tokenizer   folder or hub name; without it the built-in byte-level tokenizer
   --workers     processes; without it one a CPU core
-  --shard-mib   MiB of text in a shard, about (default 256)
+  --shard-mib   MiB of text in a shard, about (default 256); no shard is smaller than what is read
+                at once: 16 MiB of plain text or Parquet, a whole .gz or .zst file
   --column      field of a row that holds the text (default text)
   --suffixes    files of a folder that are read (default text, JSONL, the two as .gz or .zst,
                 and Parquet; a folder must hold one kind)

@@ -63,7 +63,9 @@ class FunctionSource(Section):
     type: Literal["function"] = "function"
     path: FunctionPath
     """`module:function`; the module is imported with the working directory on the path. Called once
-    on every rank and again after a resume: it must return the same rows each time."""
+    on every rank and again after a resume: it must return the same rows each time. Start and resume
+    compare every row of a list of up to 100,000; of a longer one, or of rows made on the fly, the
+    number of rows and 16 to 31 of them."""
     params: FreeTable = {}
     """Its keyword arguments."""
     weight: PositiveFloat = 1.0

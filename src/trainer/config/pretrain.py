@@ -45,7 +45,8 @@ class TextFilesSource(SourceSection):
     column: Text = "text"
     """Field of a JSONL or Parquet row that holds the text."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A JSONL row that is no JSON or has no text; skip: left out, each with a line in the log."""
+    """A JSONL row that is no JSON or has no text; skip: left out, the first ten and then one at
+    every tenfold with a line in the log."""
     block_kib: Count = 256
     """Text read at once; a plain text file that is longer becomes several documents, cut at line
     ends."""

@@ -27,7 +27,7 @@ def test_text_becomes_shards_that_a_run_accepts(tmp_path, capsys):
         (["", "b"], "SRC='' names no source"),
         (["hub:", "b"], "SRC='hub:' names no source"),
         (["a", "b", "--suffixes", ","], "--suffixes ',': names no suffix"),
-        (["nowhere", "b"], "SRC.path='nowhere' does not exist"),
+        (["nowhere", "b"], "SRC='nowhere' does not exist"),
         (["nowhere", "b", "--tokenizer", "no/thing"], "--tokenizer='no/thing': no tokenizer"),
     ],
 )

@@ -27,13 +27,9 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process writes into it, or it cannot be made.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("w")
-    except OSError as error:
-        raise UserError(
-            f"DST={str(folder)!r} cannot be written ({error.strerror}): give another folder"
-        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,6 +41,19 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make an error of the user's of what keeps files from being written, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"DST={str(folder)!r} cannot be written ({error.strerror or error}): make room for it "
+            "and run the command again, which keeps the shards that are finished, or give another "
+            "folder"
+        ) from error
+
+
 def begin(folder: Path, plan: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     """Write the plan and the tokenizer, or check that the folder's plan is this one.
 
@@ -52,7 +61,7 @@ def begin(folder: Path, plan: dict[str, Any], tokenizer: PreTrainedTokenizerFast
     with, wherever its first command was stopped.
 
     Raises:
-        UserError: the folder holds something else, or shards of another plan.
+        UserError: the folder cannot be written, holds something else, or shards of another plan.
     """
     path = folder / PLAN
     if path.exists():
@@ -63,11 +72,13 @@ def begin(folder: Path, plan: dict[str, Any], tokenizer: PreTrainedTokenizerFast
             "folder"
         )
     else:
-        write_json(path, plan)
+        with writing(folder):
+            write_json(path, plan)
     if not (folder / "tokenizer").exists():
-        partial = folder / "tokenizer.partial"
-        tokenizer.save_pretrained(partial)
-        partial.rename(folder / "tokenizer")
+        with writing(folder):
+            partial = folder / "tokenizer.partial"
+            tokenizer.save_pretrained(partial)
+            partial.rename(folder / "tokenizer")
 
 
 def _compare(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:

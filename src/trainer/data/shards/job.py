@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from trainer.config.pretrain import HubTextSource, StdlibSource, TextFilesSource
+from trainer.data.shards.folder import writing
 from trainer.data.shards.manifest import ENDS_DTYPE, Shard, ends_path, tokens_path, write_json
 from trainer.data.text.encode import TextEncoder
 from trainer.data.text.pages import Cursor, Documents, NumberedPages
@@ -68,16 +69,22 @@ class ShardTime:
 def opened(request: TokenizeRequest) -> tuple[NumberedPages, TextEncoder]:
     """Open a request's source and tokenizer; once a process, however many shards it writes."""
     tokenizer = choose_tokenizer(request.tokenizer, None, field="--tokenizer")
-    return open_numbered(request.source, "SRC"), TextEncoder(tokenizer)
+    return open_numbered(request.source), TextEncoder(tokenizer)
 
 
 def write_shard(job: ShardJob) -> ShardTime:
     """Tokenize a job's pages and write its files, then its record.
 
     Raises:
-        UserError: a page cannot be read.
+        UserError: a page cannot be read, or the files cannot be written.
     """
     began = time.perf_counter()
+    with writing(job.request.folder):
+        shard = _write_files(job)
+    return ShardTime(shard, time.perf_counter() - began)
+
+
+def _write_files(job: ShardJob) -> Shard:
     folder = job.request.folder
     pages, encoder = opened(job.request)
     paths = tokens_path(folder, job.name), ends_path(folder, job.name)
@@ -90,7 +97,7 @@ def write_shard(job: ShardJob) -> ShardTime:
         partial.replace(path)
     shard = Shard(job.name, ends.count, tokens.count, num_bytes, tokens.checksum, ends.checksum)
     write_json(_record_path(job), asdict(shard))
-    return ShardTime(shard, time.perf_counter() - began)
+    return shard
 
 
 class _HashedFile:

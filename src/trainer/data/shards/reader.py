@@ -83,7 +83,7 @@ class TokenPages:
         if not is_inside or tokens[start:stop].max() >= self._manifest.tokenizer.num_ids:
             name = self._manifest.shards[shard].name
             raise UserError(
-                f"data.source: shard {tokens_path(self._folder, name)} or its ends file is "
+                f"shard {tokens_path(self._folder, name)} or its ends file is "
                 f"damaged (document {number + 1}): copy both again, or remove them and run "
                 "'trainer tokenize' again; verify = true finds all such shards before step 1"
             )
@@ -98,7 +98,7 @@ class TokenPages:
             )
         except (OSError, ValueError) as error:
             raise UserError(
-                f"data.source: shard {tokens_path(self._folder, name)} or its ends file cannot be "
+                f"shard {tokens_path(self._folder, name)} or its ends file cannot be "
                 f"read ({error}): restore them"
             ) from error
 

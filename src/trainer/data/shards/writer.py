@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from typing import Any
 
-from trainer.config.pretrain import HubTextSource
-from trainer.data.shards.folder import begin, locked
+from trainer.config.pretrain import HubTextSource, TextFilesSource
+from trainer.data.shards.folder import begin, locked, writing
 from trainer.data.shards.job import (
     ShardJob,
     ShardTime,
@@ -28,6 +30,7 @@ from trainer.data.text.encode import TokenizerIdentity, identify
 from trainer.data.text.pages import NumberedPages
 from trainer.data.text.sources import open_numbered
 from trainer.data.tokenizer import choose_tokenizer
+from trainer.errors import UserError
 
 
 def tokenize(request: TokenizeRequest, report: Callable[[str], None] = print) -> Manifest:
@@ -42,19 +45,34 @@ def tokenize(request: TokenizeRequest, report: Callable[[str], None] = print) ->
 
     Raises:
         UserError: the source or tokenizer cannot be read, or the folder holds shards of another
-            source, tokenizer or size of shards, or is being written.
+            source, tokenizer or size of shards, lies inside the source, is being written or cannot
+            be.
     """
+    _check_apart(request)
     tokenizer = choose_tokenizer(request.tokenizer, None, field="--tokenizer")
     identity = identify(tokenizer)
     opened.cache_clear()
-    pages = open_numbered(request.source, "SRC")
+    pages = open_numbered(request.source)
     jobs = _plan_jobs(request, pages, identity)
     with locked(request.folder):
         begin(request.folder, _plan(request, pages, identity, jobs), tokenizer)
         shards = _write_missing(jobs, request.num_workers, report)
         manifest = Manifest(jobs[0].dtype, identity, _described(request), shards)
-        write_json(request.folder / MANIFEST, manifest.to_json())
+        with writing(request.folder):
+            write_json(request.folder / MANIFEST, manifest.to_json())
     return manifest
+
+
+def _check_apart(request: TokenizeRequest) -> None:
+    """Refuse shards inside the text: their tokenizer's files may look like text."""
+    if not isinstance(request.source, TextFilesSource):
+        return
+    source = Path(request.source.path)
+    if source.is_dir() and request.folder.resolve().is_relative_to(source.resolve()):
+        raise UserError(
+            f"DST={str(request.folder)!r} lies inside SRC={request.source.path!r}, and its files may "
+            "be read as text the next time: give a folder outside it"
+        )
 
 
 def _plan_jobs(
@@ -120,6 +138,11 @@ def _run_jobs(jobs: list[ShardJob], num_workers: int) -> Iterator[ShardTime]:
     try:
         for future in as_completed([executor.submit(write_shard, job) for job in jobs]):
             yield future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"--workers {num_workers}: one of the processes was killed, perhaps for want of "
+            "memory: run the command again, which keeps the shards that are finished, with fewer"
+        ) from error
     finally:
         executor.shutdown(cancel_futures=True)
 

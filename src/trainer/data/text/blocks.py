@@ -13,13 +13,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.data.rows import BadRow
+from trainer.data.text.settings import setting
 from trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
+NUM_NAMED = 10
 LONG_LINE_BYTES = 1 << 22
 """From here on a line is remembered (150 bytes each): every block inside it looks for its end."""
+
+
+class SkippedRows:
+    """Logs what rows are left out: the first `NUM_NAMED`, then one at every tenfold."""
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._next = 1
+
+    def add(self, what: str) -> None:
+        """Count a row; `what` says where it lies and what is wrong with it."""
+        self._num_rows += 1
+        if self._num_rows == self._next:
+            self._next = self._next + 1 if self._next < NUM_NAMED else 10 * self._next
+            logger.warning("skipped row %d: %s", self._num_rows, what)
 
 
 @dataclass(frozen=True)
@@ -29,12 +47,14 @@ class TextFormat:
     Args:
         is_jsonl: a row is a document; otherwise all text of a block is one.
         column: field of a row that holds the text.
-        skips_bad: leave out a row that is no JSON or has no text there, with a line in the log.
+        skipped: takes the rows that are no JSON or have no text there; None: they are refused.
+        field: the source's name, for messages.
     """
 
     is_jsonl: bool = False
     column: str = "text"
-    skips_bad: bool = False
+    skipped: SkippedRows | None = None
+    field: str = "data.source"
 
 
 @dataclass(frozen=True)
@@ -93,18 +113,9 @@ def block_texts(file: BinaryIO, block: Block, form: TextFormat, long_lines: Long
     """
     content, start = _owned_bytes(file, block, form, long_lines)
     if not form.is_jsonl:
-        text = _decode(content, block.path, start)
+        text = _plain_text(content, start, block.path)
         return [text] if text.strip() else []
-    texts: list[str] = []
-    for offset, line in _lines(content, start):
-        if line.strip():
-            try:
-                texts.append(_row_text(line, form.column, block.path, offset))
-            except UserError as error:
-                if not form.skips_bad:
-                    raise
-                logger.warning("skipped: %s", error)
-    return [text for text in texts if text]
+    return [text for text in _texts_of_rows(content, start, form, block.path) if text]
 
 
 def _owned_bytes(
@@ -152,13 +163,7 @@ def _text_start(file: BinaryIO, position: int, limit: int) -> int:
     return position + (is_character.index(True) if True in is_character else 0)
 
 
-def _lines(content: bytes, start: int) -> Iterator[tuple[int, bytes]]:
-    for line in io.BytesIO(content):
-        yield start, line
-        start += len(line)
-
-
-def _decode(content: bytes, path: Path, start: int) -> str:
+def _plain_text(content: bytes, start: int, path: Path) -> str:
     try:
         return content.decode("utf-8-sig" if start == 0 else "utf-8")
     except UnicodeDecodeError as error:
@@ -168,23 +173,50 @@ def _decode(content: bytes, path: Path, start: int) -> str:
         ) from error
 
 
-def _row_text(line: bytes, column: str, path: Path, offset: int) -> str:
-    decoded = _decode(line, path, offset)
+def _lines(content: bytes, start: int) -> Iterator[tuple[int, bytes]]:
+    for line in io.BytesIO(content):
+        yield start, line
+        start += len(line)
+
+
+def _texts_of_rows(content: bytes, start: int, form: TextFormat, path: Path) -> Iterator[str]:
+    for offset, line in _lines(content, start):
+        if not line.strip():
+            continue
+        try:
+            yield _row_text(line, form.column, offset)
+        except BadRow as error:
+            if form.skipped is None:
+                raise UserError(
+                    f"{path}: {error} (or set {setting(form.field, 'on_bad_row')}='skip' to leave "
+                    "such rows out)"
+                ) from error
+            form.skipped.add(f"{path}: {error}")
+
+
+def _row_text(line: bytes, column: str, offset: int) -> str:
     try:
-        row = json.loads(decoded)
-    # A number of thousands of digits is a plain ValueError.
+        row = json.loads(line.decode("utf-8-sig"))
+    # A number of thousands of digits is a plain ValueError, as is what is not UTF-8.
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: the line at byte {offset} is not JSON ({error}): mend it, or set "
-            "data.source.on_bad_row = 'skip'"
+        raise BadRow(
+            "not_json", f"the line at byte {offset} is not JSON ({error}): mend it"
         ) from error
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
-        raise UserError(
-            f"{path}: the row at byte {offset} has no text in {column!r} (found "
-            f"{_found(row, column)}): name the "
-            "field that has it in data.source.column, or set data.source.on_bad_row = 'skip'"
+        raise BadRow(
+            "no_text",
+            f"the row at byte {offset} has no text in {column!r} (found {_found(row, column)}): "
+            "name the field that has it",
         )
-    return _encodable(row[column], path, offset)
+    try:
+        row[column].encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(
+            "not_unicode",
+            f"the row at byte {offset} has half a surrogate pair at character {error.start} of "
+            "its text: mend it",
+        ) from error
+    return row[column]
 
 
 def _found(row: Any, column: str) -> str:
@@ -194,15 +226,3 @@ def _found(row: Any, column: str) -> str:
     if column in row:
         return f"a {type(row[column]).__name__} there"
     return f"the fields {', '.join(row)}"
-
-
-def _encodable(text: str, path: Path, offset: int) -> str:
-    """Return the text; half of a surrogate pair, which JSON can spell, is no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{path}: the row at byte {offset} has half a surrogate pair at character "
-            f"{error.start} of its text: mend it, or set data.source.on_bad_row = 'skip'"
-        ) from error
-    return text

@@ -84,7 +84,7 @@ class CompressedPages:
             texts, is_last = self._read(path, number)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(
-                f"data.source: {path} cannot be unpacked ({error}): it is damaged or cut short; "
+                f"{path} cannot be unpacked ({error}): it is damaged or cut short; "
                 "replace or restore the file"
             ) from error
         following: Cursor | None = (file, number + 1)
@@ -190,7 +190,7 @@ def open_unpacked(path: Path) -> UnpackedStream:
         return gzip.open(path, "rb")
     if not pyarrow.Codec.is_available("zstd"):
         raise UserError(
-            f"data.source: {path} is packed with zstd, which the installed pyarrow cannot read: "
+            f"{path} is packed with zstd, which the installed pyarrow cannot read: "
             "install pyarrow from PyPI, or pack the file with gzip"
         )
     return pyarrow.input_stream(str(path), compression="zstd")

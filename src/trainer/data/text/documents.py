@@ -76,7 +76,7 @@ class DocumentReader:
         self.identity = source.identity
         self._source = source
         self._encode = encode
-        self._field = field
+        self.field = field
         self._purpose = purpose
         self._keeps = keeps
         self._max_epochs = max_epochs
@@ -123,7 +123,7 @@ class DocumentReader:
         documents = self._page_of(place).documents
         if place.row >= len(documents):
             raise UserError(
-                f"{self._field}: epoch {place.epoch}, page {place.cursor} has {len(documents)} "
+                f"{self.field}: epoch {place.epoch}, page {place.cursor} has {len(documents)} "
                 f"documents, the checkpoint needs number {place.row + 1}: restore the data, or "
                 "start a new run from the checkpoint's weights"
             )
@@ -154,7 +154,7 @@ class DocumentReader:
             return
         if not self._gave_any:
             raise UserError(
-                f"{self._field}: a whole epoch has no document to be {self._purpose}: give a "
+                f"{self.field}: a whole epoch has no document to be {self._purpose}: give a "
                 "source with (more) text, or another val.fraction"
             )
         self._next, self._gave_any = Place(self._next.epoch + 1), False

@@ -150,4 +150,4 @@ def format_of(path: Path, rows: TextFormat) -> TextFormat:
 
 def unreadable(path: Path, error: OSError) -> UserError:
     """Return what to say of a file that is not there or cannot be read."""
-    return UserError(f"data.source: {path} cannot be read ({error.strerror}): restore the file")
+    return UserError(f"{path} cannot be read ({error.strerror}): restore the file")

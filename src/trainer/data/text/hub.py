@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.config.pretrain import HubTextSource
 from trainer.data.text.pages import Cursor, Page, Shuffle
+from trainer.data.text.settings import setting
 from trainer.errors import UserError
 
 PAGE_ROWS = 1024
@@ -23,9 +24,13 @@ class TablePages:
         table: the data set.
         column: that holds the text.
         shuffle: order of rows.
+        field: the source's name, for messages.
     """
 
-    def __init__(self, table: Any, column: str, shuffle: Shuffle) -> None:
+    def __init__(
+        self, table: Any, column: str, shuffle: Shuffle, field: str = "data.source"
+    ) -> None:
+        self._field = field
         self._table = table
         self._column = column
         self._shuffle = shuffle
@@ -57,7 +62,7 @@ class TablePages:
         try:
             texts = [text for text in self._table[rows][self._column] if text]
         except UnicodeDecodeError as error:
-            raise _unreadable(error) from error
+            raise _unreadable(error, self._field) from error
         return Page(texts, (number + 1,) if stop < total else None)
 
     def fraction(self, cursor: Cursor) -> float:
@@ -74,9 +79,13 @@ class StreamPages:
         stream: the data set.
         column: that holds the text.
         shuffle: order of files, and of the rows of a page.
+        field: the source's name, for messages.
     """
 
-    def __init__(self, stream: Any, column: str, shuffle: Shuffle) -> None:
+    def __init__(
+        self, stream: Any, column: str, shuffle: Shuffle, field: str = "data.source"
+    ) -> None:
+        self._field = field
         self._stream = stream
         self._column = column
         self._shuffle = shuffle
@@ -97,7 +106,7 @@ class StreamPages:
         """
         file, row = cursor if len(cursor) == 2 else (cursor[0], 0)
         rows = self._rows(epoch, (file, row))
-        texts = _take(rows, PAGE_ROWS)
+        texts = _take(rows, PAGE_ROWS, self._field)
         following: Cursor | None
         if len(texts) == PAGE_ROWS:
             following = (file, row + PAGE_ROWS)
@@ -119,7 +128,7 @@ class StreamPages:
         index = self._shuffle.place(file, self._num_files, epoch)
         shard = self._stream.shard(num_shards=self._num_files, index=index)
         rows = shard.skip(row) if row else shard
-        return (_text_of(item, self._column) for item in rows)
+        return (_text_of(item, self._column, self._field) for item in rows)
 
 
 def open_hub(source: HubTextSource, field: str, shuffle: Shuffle) -> TablePages | StreamPages:
@@ -144,17 +153,17 @@ def open_hub(source: HubTextSource, field: str, shuffle: Shuffle) -> TablePages 
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{field}.path={source.path!r} (subset={source.subset!r}, split={source.split!r}) "
-            f"cannot be loaded: {_reason(error)}"
+            f"{setting(field, 'path')}={source.path!r} (subset={source.subset!r}, "
+            f"split={source.split!r}) cannot be loaded: {_reason(error)}"
         ) from error
     except StopIteration as error:
         raise _without_rows(source, field) from error
     _check_column(source, field, loaded.features)
     if source.streaming:
-        return StreamPages(loaded, source.column, shuffle)
+        return StreamPages(loaded, source.column, shuffle, field)
     if len(loaded) == 0:
         raise _without_rows(source, field)
-    return TablePages(loaded, source.column, shuffle)
+    return TablePages(loaded, source.column, shuffle, field)
 
 
 def _check_column(source: HubTextSource, field: str, features: Mapping[str, Any] | None) -> None:
@@ -166,12 +175,12 @@ def _check_column(source: HubTextSource, field: str, features: Mapping[str, Any]
     column = features.get(source.column)
     if not isinstance(column, datasets.Value) or column.dtype not in ("string", "large_string"):
         raise UserError(
-            f"{field}.column={source.column!r} is no text column of {source.path} (columns: "
-            f"{', '.join(features)}): name the one that holds the text"
+            f"{setting(field, 'column')}={source.column!r} is no text column of {source.path} "
+            f"(columns: {', '.join(features)}): name the one that holds the text"
         )
 
 
-def _take(rows: Iterator[str], count: int) -> list[str]:
+def _take(rows: Iterator[str], count: int, field: str) -> list[str]:
     import datasets.exceptions
     import pyarrow
 
@@ -180,16 +189,17 @@ def _take(rows: Iterator[str], count: int) -> list[str]:
     except UserError:
         raise
     except (ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
-        raise _unreadable(error) from error
+        raise _unreadable(error, field) from error
 
 
 def _without_rows(source: HubTextSource, field: str) -> UserError:
-    return UserError(f"{field}.path={source.path!r} has no rows: give a source with some")
+    path = setting(field, "path")
+    return UserError(f"{path}={source.path!r} has no rows: give a source with some")
 
 
-def _unreadable(error: Exception) -> UserError:
+def _unreadable(error: Exception, field: str) -> UserError:
     return UserError(
-        f"data.source: a file of the data set cannot be read ({_reason(error)}): mend the file, or "
+        f"{field}: a file of the data set cannot be read ({_reason(error)}): mend the file, or "
         "give another source"
     )
 
@@ -199,14 +209,14 @@ def _reason(error: BaseException) -> str:
     return f"{error} ({error.__cause__})" if error.__cause__ is not None else str(error)
 
 
-def _text_of(row: Mapping[str, Any], column: str) -> str:
+def _text_of(row: Mapping[str, Any], column: str, field: str) -> str:
     """Return a row's text, '' for null."""
     text = row.get(column, False)
     if text is None:
         return ""
     if not isinstance(text, str):
         raise UserError(
-            f"data.source.column={column!r}: a row of the stream has no text there (found "
+            f"{setting(field, 'column')}={column!r}: a row of the stream has no text there (found "
             f"{', '.join(sorted(row))}): name the column that holds the text"
         )
     return text

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from trainer.data.text.pages import Cursor, Page, Shuffle
+from trainer.data.text.settings import setting
 from trainer.errors import UserError
 
 PAGE_BYTES = 1 << 24
@@ -39,6 +40,7 @@ class ParquetPages:
         paths: in order; not empty.
         column: that holds the text.
         shuffle: order of row groups, and of documents in a page.
+        field: the source's name, for messages.
 
     Attributes:
         groups: all row groups, in order.
@@ -48,10 +50,12 @@ class ParquetPages:
         UserError: a file is not Parquet or lacks the column.
     """
 
-    def __init__(self, paths: Sequence[Path], column: str, shuffle: Shuffle) -> None:
+    def __init__(
+        self, paths: Sequence[Path], column: str, shuffle: Shuffle, field: str = "data.source"
+    ) -> None:
         self._column = column
         self._shuffle = shuffle
-        self.groups = read_row_groups(paths, column)
+        self.groups = read_row_groups(paths, column, field)
         self.num_bytes = sum(group.num_bytes for group in self.groups)
         self._page_groups = max(1, PAGE_BYTES * len(self.groups) // max(1, self.num_bytes))
 
@@ -91,14 +95,14 @@ class ParquetPages:
         return min(1.0, cursor[0] * self._page_groups / len(self.groups))
 
 
-def read_row_groups(paths: Sequence[Path], column: str) -> list[RowGroup]:
+def read_row_groups(paths: Sequence[Path], column: str, field: str) -> list[RowGroup]:
     """Read the footers of files.
 
     Raises:
         UserError: a file is not Parquet or lacks the column.
     """
     with ThreadPoolExecutor(NUM_READERS) as executor:
-        by_file = executor.map(lambda path: _footer(path, column), paths)
+        by_file = executor.map(lambda path: _footer(path, column, field), paths)
         return [group for groups in by_file for group in groups]
 
 
@@ -116,16 +120,18 @@ def read_row_group(group: RowGroup, column: str) -> list[str]:
         raise _unreadable(group.path, error) from error
 
 
-def _footer(path: Path, column: str) -> list[RowGroup]:
+def _footer(path: Path, column: str, field: str) -> list[RowGroup]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             metadata, schema = file.metadata, file.schema_arrow
     except (pyarrow.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
-    if column not in schema.names or not _is_text(schema.field(column).type):
+    indices = schema.get_all_field_indices(column)
+    if len(indices) != 1 or not _is_text(schema.field(indices[0]).type):
+        columns = ", ".join(f"{each.name} ({each.type})" for each in schema)
         raise UserError(
-            f"{path} has no text column {column!r} (columns: {', '.join(schema.names)}): name the "
-            "column that holds the text in data.source.column"
+            f"{path} needs one text column {column!r} (its columns are {columns}): name the column "
+            f"that holds the text in {setting(field, 'column')}"
         )
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     return [RowGroup(path, i, g.num_rows, g.total_byte_size) for i, g in enumerate(groups)]
@@ -139,6 +145,4 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"data.source: {path} is not a readable Parquet file ({error}): replace or restore it"
-    )
+    return UserError(f"{path} is not a readable Parquet file ({error}): replace or restore it")

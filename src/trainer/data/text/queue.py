@@ -139,8 +139,8 @@ class PackQueue:
         ids = self.reader.read(place)
         if ids is None or len(ids) < stop:
             raise UserError(
-                f"data.source: epoch {epoch}, page {cursor}, document {row} is not what it was "
-                "when the checkpoint was saved: restore the data, or start a new run from its "
+                f"{self.reader.field}: epoch {epoch}, page {cursor}, document {row} is not what it "
+                "was when the checkpoint was saved: restore the data, or start a new run from its "
                 "weights"
             )
         return Piece(place, ids, start, stop, self._source)

@@ -18,13 +18,14 @@ from trainer.config.pretrain import (
 from trainer.data.file_tree import files_under
 from trainer.data.shards.manifest import read_manifest
 from trainer.data.shards.reader import TokenPages, check_shards
-from trainer.data.text.blocks import TextFormat
+from trainer.data.text.blocks import SkippedRows, TextFormat
 from trainer.data.text.compressed import GZIP, ZSTD, CompressedPages
 from trainer.data.text.encode import TokenizerIdentity
 from trainer.data.text.files import FileBlocks, FilePages
 from trainer.data.text.hub import TablePages, open_hub
 from trainer.data.text.pages import NumberedPages, PagedSource, Shuffle
 from trainer.data.text.parquet import ParquetPages
+from trainer.data.text.settings import COMMAND_LINE, setting
 from trainer.errors import UserError
 
 PARQUET = ".parquet"
@@ -96,16 +97,18 @@ def open_source(
 
 def open_files(source: TextFilesSource, field: str, shuffle: Shuffle) -> NumberedPages:
     """Open a file or folder; arguments and errors as `open_source`."""
-    path = Path(source.path)
+    path, given = Path(source.path), f"{setting(field, 'path')}={source.path!r}"
+    suffixes = setting(field, "suffixes")
     if not path.exists():
-        raise UserError(f"{field}.path={source.path!r} does not exist: give a file or folder")
+        raise UserError(f"{given} does not exist: give a file or folder")
     files = files_under(path, source.suffixes, field) if path.is_dir() else [path]
     kinds = {_kind(file, field) for file in files}
-    rows = TextFormat(column=source.column, skips_bad=source.on_bad_row == "skip")
+    skipped = SkippedRows() if source.on_bad_row == "skip" else None
+    rows = TextFormat(column=source.column, skipped=skipped, field=field)
     block_bytes = source.block_kib * 1024
     match sorted(kinds):
         case ["Parquet"]:
-            pages = ParquetPages(files, source.column, shuffle)
+            pages = ParquetPages(files, source.column, shuffle, field)
             if pages.groups:
                 return pages
         case ["compressed"]:
@@ -116,12 +119,12 @@ def open_files(source: TextFilesSource, field: str, shuffle: Shuffle) -> Numbere
                 return FilePages(blocks, rows, shuffle)
         case [_, *_] as several:
             raise UserError(
-                f"{field}.path={source.path!r} holds {' and '.join(several)} files: choose one "
-                f"kind with {field}.suffixes, or give each its own source in a mix"
+                f"{given} holds {' and '.join(several)} files: choose one kind with {suffixes}, or "
+                "make each a source of its own"
             )
     raise UserError(
-        f"{field}.path={source.path!r} has no text in files that end in "
-        f"{', '.join(source.suffixes)}: give files with text, or other suffixes"
+        f"{given} has no text in files that end in {', '.join(source.suffixes)}: give files with "
+        f"text, or other {suffixes}"
     )
 
 
@@ -142,15 +145,13 @@ def _kind(file: Path, field: str) -> str:
     return "compressed" if name.endswith((GZIP, ZSTD)) else "plain"
 
 
-def open_numbered(
-    source: TextFilesSource | StdlibSource | HubTextSource, field: str
-) -> NumberedPages:
+def open_numbered(source: TextFilesSource | StdlibSource | HubTextSource) -> NumberedPages:
     """Open text whose pages can be read in any order, as it lies; for `trainer tokenize`.
 
     Raises:
         UserError: as `open_source`, or the source is a stream.
     """
-    shuffle = Shuffle(None)
+    field, shuffle = COMMAND_LINE, Shuffle(None)
     match source:
         case TextFilesSource():
             return open_files(source, field, shuffle)

@@ -32,7 +32,7 @@ def test_a_folder_is_written_by_one_command_at_a_time(tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        rule = r"DST='.*' cannot be written \(.*\): give another"
+        rule = r"DST='.*' cannot be written \(.*\): make room .* or give another"
         with pytest.raises(UserError, match=rule), locked(path):
             pass
 

@@ -1,5 +1,7 @@
 import gzip
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -94,6 +96,38 @@ def test_a_shard_that_was_lost_is_made_again(request_):
     tokens_path(request_.folder, "shard-00003").unlink()
     assert tokenize(request_, lambda line: None) == whole
     assert tokens_path(request_.folder, "shard-00003").exists()
+
+
+def test_a_full_disk_ends_in_words_and_what_is_finished_stays(request_):
+    whole = tokenize(request_, lambda line: None)
+    for name in ("shard-00003.json", MANIFEST):
+        (request_.folder / name).unlink()
+    full = request_.folder / "shard-00003.tokens.partial"
+    full.symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"DST='.*out' cannot be written \(No space left on device"):
+        tokenize(request_, lambda line: None)
+    assert not (request_.folder / MANIFEST).exists()
+    full.unlink()
+    lines = []
+    assert tokenize(request_, lines.append) == whole
+    assert lines[0] == "4 of 5 shards are there already"
+
+
+def test_a_process_that_is_killed_is_told_in_words(request_, monkeypatch):
+    monkeypatch.setattr(writer, "_start_worker", die)
+    with pytest.raises(UserError, match=r"--workers 2: one of the processes was killed"):
+        tokenize(replace(request_, num_workers=2), lambda line: None)
+
+
+def test_shards_inside_the_text_are_refused(request_, tmp_path):
+    for folder in (tmp_path / "src", tmp_path / "src" / "shards" / "new"):
+        with pytest.raises(UserError, match=r"DST='.*' lies inside SRC='.*src'"):
+            tokenize(replace(request_, folder=folder), lambda line: None)
+    assert not (tmp_path / "src" / "shards").exists()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_processes_write_the_same(tmp_path):

@@ -1,20 +1,21 @@
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.support.texts import texts, write_jsonl_texts
 from trainer.data.text import blocks
-from trainer.data.text.blocks import Block, LongLines, TextFormat, block_texts
+from trainer.data.text.blocks import Block, LongLines, SkippedRows, TextFormat, block_texts
 from trainer.data.text.files import FileBlocks, FilePages
 from trainer.data.text.pages import Shuffle
 from trainer.errors import UserError
 
 
-def read_all(path: Path, block_bytes: int = 1000, **rows: object) -> list[str]:
+def read_all(path: Path, block_bytes: int = 1000, skipped: SkippedRows | None = None) -> list[str]:
     """Return the documents of a file, block by block as they lie."""
-    pages = FilePages(FileBlocks([path], block_bytes), TextFormat(**rows), Shuffle(None))
+    pages = FilePages(FileBlocks([path], block_bytes), TextFormat(skipped=skipped), Shuffle(None))
     return [text for i in range(pages.num_pages) for text in pages.page(0, (i,)).documents]
 
 
@@ -56,24 +57,34 @@ def test_text_without_line_ends_is_cut_between_characters(tmp_path, block_bytes)
         ('{"text": "\\ud800"}', "row at byte 14 has half a surrogate pair at character 0"),
         ('{"id": ' + "1" * 5000 + "}", "line at byte 14 is not JSON .Exceeds the limit"),
         ('{"id": ' + "[" * 10**5, "line at byte 14 is not JSON .*recursion"),
+        ("\udcff", "line at byte 14 is not JSON .'utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_byte(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "a"}) + "\n" + line + "\n")
-    with pytest.raises(UserError, match=message):
+    path.write_bytes(os.fsencode(json.dumps({"text": "a"}) + "\n" + line + "\n"))
+    with pytest.raises(UserError, match=rf"{message}.* set data\.source\.on_bad_row='skip'"):
         read_all(path)
-    assert read_all(path, skips_bad=True) == ["a"]
+    assert read_all(path, skipped=SkippedRows()) == ["a"]
 
 
 def test_bad_rows_are_left_out_and_logged_when_asked(tmp_path, caplog):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{\n{"text": 3}\n{"text": "b"}\n')
-    assert read_all(path, skips_bad=True) == ["a", "b"]
+    assert read_all(path, skipped=SkippedRows()) == ["a", "b"]
     assert [message.partition(": the ")[2][:15] for message in caplog.messages] == [
         "line at byte 14",
         "row at byte 16 ",
     ]
+
+
+def test_few_of_many_bad_rows_are_logged(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    path.write_text("{\n" * 1234 + '{"text": "b"}\n')
+    assert read_all(path, skipped=SkippedRows()) == ["b"]
+    numbers = [int(message.split(":")[0].split()[-1]) for message in caplog.messages]
+    assert numbers == [*range(1, 11), 100, 1000]
+    assert "on_bad_row" not in caplog.text, "no advice that is already followed"
 
 
 def test_text_that_is_not_utf8_is_refused_by_byte(tmp_path):
@@ -96,8 +107,16 @@ def test_empty_texts_are_no_documents(tmp_path):
 
 def test_a_byte_order_mark_and_carriage_returns_do_not_hide_rows(tmp_path):
     path = tmp_path / "a.JSONL"
-    path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\r\n\r\n{"text": "b\\r\\n"}\r\n')
-    assert read_all(path, 7) == read_all(path) == ["a", "b\r\n"]
+    mark = b"\xef\xbb\xbf"
+    first, second = b'{"text": "a"}\r\n\r\n', b'{"text": "b\\r\\n"}\r\n'
+    path.write_bytes(mark + first + second + mark + first)
+    assert read_all(path, 7) == read_all(path) == ["a", "b\r\n", "a"], "also of files in a row"
+
+
+def test_a_mark_inside_plain_text_is_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\ufeffone\n\ufefftwo\n", encoding="utf-8")
+    assert read_all(path, 7) == ["one\n", "\ufefftwo\n"]
 
 
 class CountingFile(io.BytesIO):

@@ -34,11 +34,20 @@ def test_opening_reads_footers_only(tmp_path, monkeypatch):
 def test_a_missing_column_and_a_damaged_file_are_named(tmp_path):
     path = write_parquet_texts(tmp_path / "a.parquet", texts(4))
     for column in ("body", "id"):
-        with pytest.raises(UserError, match=rf"a\.parquet has no text column '{column}'.*text, id"):
+        with pytest.raises(UserError, match=rf"a\.parquet needs one text column '{column}' \(its"):
             ParquetPages([path], column, Shuffle(None))
+    with pytest.raises(UserError, match=r"columns are text \(string\), id \(int64\)\).* --column$"):
+        ParquetPages([path], "body", Shuffle(None), "SRC")
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"a\.parquet is not a readable Parquet file"):
         ParquetPages([path], "text", Shuffle(None))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"needs one text column 'text' \(its columns are text"):
+        ParquetPages([tmp_path / "a.parquet"], "text", Shuffle(None))
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "large_string", "string_view"])
