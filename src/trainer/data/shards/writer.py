@@ -70,8 +70,8 @@ def _check_apart(request: TokenizeRequest) -> None:
     source = Path(request.source.path)
     if source.is_dir() and request.folder.resolve().is_relative_to(source.resolve()):
         raise UserError(
-            f"DST={str(request.folder)!r} lies inside SRC={request.source.path!r}, and its files may "
-            "be read as text the next time: give a folder outside it"
+            f"DST={str(request.folder)!r} lies inside SRC={request.source.path!r}, where its files "
+            "might be read as text the next time: give a folder outside it"
         )
 
 
