@@ -134,7 +134,8 @@ class EnvConfig(Section):
 
     source: Source
     """Prompts with reference answers: a row has `messages` or `prompt` (text or turns) or
-    `question` (text of one user turn), and `answer` (or `completion`, or a last assistant turn)."""
+    `question` (text of one user turn), and `answer` (or `completion`, or a last assistant turn),
+    which is not needed where all rewards are functions."""
     shuffle: Bool = True
     system: str | None = None
     """Text of a system turn before conversations that have none."""

@@ -26,7 +26,7 @@ class Sample:
 
     Attributes:
         question: The prompt for people: its last user turn, or the text.
-        reference: The reference answer.
+        reference: The reference answer; empty if the row has none.
         completion: What the model wrote, special tokens left out.
         answer: What `env.answer` finds in it; None if nothing.
         row: The prompt's row as its source gives it.
@@ -106,5 +106,9 @@ def math_equal(sample: Sample, *, timeout_s: int) -> float:
 
 
 def as_math(text: str) -> str:
-    """Put text in dollars unless it marks its mathematics itself: only marked LaTeX is parsed."""
-    return text if "$" in text or "\\boxed" in text else f"${text}$"
+    r"""Put text in dollars unless it marks its mathematics itself: only marked LaTeX is parsed.
+
+    A price (`\$5`) marks nothing.
+    """
+    is_marked = "$" in text.replace(r"\$", "") or r"\boxed" in text
+    return text if is_marked else f"${text}$"

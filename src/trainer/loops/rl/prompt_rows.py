@@ -14,7 +14,7 @@ from trainer.config import RLConfig
 from trainer.config.data import Source
 from trainer.config.rl import ExactMatchReward, MathVerifyReward
 from trainer.data.reasoning_gym import ReasoningGymRows
-from trainer.data.rows import BadRow
+from trainer.data.rows import BadRow, Row, TextRow, parse_row
 from trainer.data.sources import Rows, open_sources
 
 SCORE_TASK = "\0score_task"
@@ -56,39 +56,76 @@ def open_prompt_rows(source: Source, field: str, config: RLConfig) -> tuple[Rows
     Raises:
         UserError: as `open_sources`.
     """
-    rewards = config.env.rewards
-    needs_answers = any(isinstance(r, ExactMatchReward | MathVerifyReward) for r in rewards)
     return tuple(
-        TaskRows(rows, needs_answers=needs_answers) if isinstance(rows, ReasoningGymRows) else rows
+        TaskRows(rows, needs_answers=needs_answers(config))
+        if isinstance(rows, ReasoningGymRows)
+        else rows
         for rows in open_sources(source, field)
     )
 
 
-def with_answer(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row in which the reference answer is the last assistant turn or the completion.
+def needs_answers(config: RLConfig) -> bool:
+    """Return whether a reward compares with the reference answer; functions need not."""
+    return any(isinstance(r, ExactMatchReward | MathVerifyReward) for r in config.env.rewards)
+
+
+def read_row(raw: Mapping[str, Any], *, needs_answer: bool) -> Row:
+    """Read a row whose last answer is the reference answer.
 
     Args:
         raw: `messages`, `prompt` (text or turns) or `question` (text of one user turn), with
             `answer`; or a row of supervised data, whose last answer is the reference.
+        needs_answer: False: without a reference the row has the empty text for one.
 
     Raises:
-        BadRow: there is no reference answer.
+        BadRow: there is no prompt or no reference answer, or they are misshaped.
     """
     row = {name: value for name, value in raw.items() if value is not None and name != SCORE_TASK}
-    answer = reference_text(row.pop("answer")) if "answer" in row else None
-    if isinstance(row.get("messages"), str):
+    if "answer" not in row and ("completion" in row or _holds_answer(row.get("messages"))):
+        return parse_row(row)
+    prompt = _pop_prompt(row)
+    if "answer" in row:
+        answer = reference_text(row["answer"])
+    elif needs_answer:
+        raise BadRow("no_answer", "the row has no reference answer: give it an 'answer'")
+    else:
+        answer = ""
+    if isinstance(prompt, str):
+        return TextRow(prompt, answer, 1.0)
+    completion = [{"role": "assistant", "content": answer}]
+    return parse_row(row | {"prompt": prompt, "completion": completion})
+
+
+def _holds_answer(messages: Any) -> bool:
+    """Return whether an assistant's turn is among the turns."""
+    turns = messages if isinstance(messages, list | tuple) else ()
+    return any(isinstance(turn, Mapping) and turn.get("role") == "assistant" for turn in turns)
+
+
+def _pop_prompt(row: dict[str, Any]) -> Any:
+    """Take what the model is given out of a row: text, or what should be a list of turns."""
+    messages, prompt, question = (
+        row.pop(name, None) for name in ("messages", "prompt", "question")
+    )
+    if isinstance(messages, str):
         raise BadRow("messages", "messages is text: give a list of turns, or the text as 'prompt'")
-    if "question" in row and "messages" not in row and "prompt" not in row:
-        row["prompt"] = [{"role": "user", "content": row.pop("question")}]
-    if answer is None:
-        if "messages" not in row and "completion" not in row:
-            raise BadRow("no_answer", "the row has no reference answer: give it an 'answer'")
-        return row
-    if "messages" in row:
-        row["prompt"] = row.pop("messages")
-    is_text = isinstance(row.get("prompt"), str)
-    turn = [{"role": "assistant", "content": answer}]
-    return row | {"completion": answer if is_text else turn}
+    if messages is not None:
+        return messages
+    if prompt is not None:
+        return prompt
+    if question is None:
+        raise BadRow(
+            "no_prompt",
+            f"the row has the fields {sorted(row)}: it needs a 'question', or a 'prompt' or "
+            "'messages'",
+        )
+    if not isinstance(question, str):
+        raise BadRow(
+            "question",
+            f"question={question!r:.80} is a {type(question).__name__}: give text (turns are given "
+            "as 'messages')",
+        )
+    return [{"role": "user", "content": question}]
 
 
 def reference_text(answer: Any) -> str:

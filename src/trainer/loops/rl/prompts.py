@@ -16,10 +16,10 @@ from trainer.config import RLConfig
 from trainer.config.data import DataConfig
 from trainer.data.encode import SampleEncoder
 from trainer.data.order import RowOrder
-from trainer.data.rows import BadRow, ChatRow, Row, parse_row, question_key, question_text
+from trainer.data.rows import BadRow, ChatRow, Row, question_key, question_text
 from trainer.data.sources import Rows, SplitRows, function_fingerprints, single_sources
 from trainer.errors import UserError
-from trainer.loops.rl.prompt_rows import SCORE_TASK, open_prompt_rows, with_answer
+from trainer.loops.rl.prompt_rows import SCORE_TASK, needs_answers, open_prompt_rows, read_row
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Prompt:
     Attributes:
         ids: Tokens that the model is given.
         question: For people.
-        reference: The reference answer.
+        reference: The reference answer; empty where the row has none and no reward needs one.
         row: As the source gives it.
         where: File and line, or task and item.
         score_task: The task's own scoring; None for other sources.
@@ -62,6 +62,7 @@ class PromptReader:
         self._config = config
         self._encoder = encoder
         self._excluded = excluded
+        self._needs_answers = needs_answers(config)
         self._longest = config.data.seq_len - config.rollout.max_new_tokens
         self.counts: Counter[str] = Counter()
 
@@ -74,7 +75,7 @@ class PromptReader:
         where = rows.where(index)
         try:
             raw = rows[index]
-            row = parse_row(with_answer(raw))
+            row = read_row(raw, needs_answer=self._needs_answers)
             if isinstance(row, ChatRow) and not row.question:
                 raise BadRow("no_question", "there is no turn to answer: give one")
             row = self._with_system(row)

@@ -4,8 +4,8 @@ import datetime
 
 import pytest
 
-from trainer.data.rows import BadRow
-from trainer.loops.rl.prompt_rows import reference_text, with_answer
+from trainer.data.rows import BadRow, ChatRow, TextRow
+from trainer.loops.rl.prompt_rows import read_row, reference_text
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,39 @@ def test_what_is_no_one_value_is_refused(answer):
         reference_text(answer)
 
 
+USER = {"role": "user", "content": "2+2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+
+
 def test_an_answer_takes_the_form_of_its_prompt():
-    turns = [{"role": "user", "content": "2+2?"}]
-    answer = {"role": "assistant", "content": "4"}
-    assert with_answer({"question": "2+2?", "answer": 4}) == {
-        "prompt": turns,
-        "completion": [answer],
-    }
-    assert with_answer({"prompt": "2+2=", "answer": 4}) == {"prompt": "2+2=", "completion": "4"}
+    chat = ChatRow((USER, ANSWER), None, first_trained=1, weight=1.0)
+    assert read_row({"question": "2+2?", "answer": 4}, needs_answer=True) == chat
+    text = TextRow("2+2=", "4", weight=1.0)
+    assert read_row({"prompt": "2+2=", "answer": 4}, needs_answer=True) == text
+
+
+EARLIER = [USER, ANSWER, {"role": "user", "content": "why?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        ({"question": "2+2?"}, (USER,)),
+        ({"prompt": "2+2="}, "2+2="),
+        ({"prompt": [USER], "ground_truth": "4"}, (USER,)),
+        ({"prompt": EARLIER}, tuple(EARLIER)),
+        ({"messages": [USER]}, (USER,)),
+    ],
+)
+def test_a_row_that_nothing_compares_needs_no_answer(row, question):
+    read = read_row(row, needs_answer=False)
+    assert (read.question, read.answer) == (question, "")
+    with pytest.raises(BadRow, match="no reference answer"):
+        read_row(row, needs_answer=True)
+
+
+@pytest.mark.parametrize("needs_answer", [True, False])
+def test_the_last_answer_of_supervised_data_is_the_reference(needs_answer):
+    for row in ({"messages": EARLIER}, {"prompt": [USER], "completion": [ANSWER]}):
+        read = read_row(row, needs_answer=needs_answer)
+        assert (read.question, read.answer) == ((USER,), "4")

@@ -6,11 +6,9 @@ import types
 
 import pytest
 
-from tests.support.rl_configs import prompts_file, rl_config
+from tests.support.rl_configs import PART_ASCII, prompts_file, rl_config
 from trainer.data import build_byte_tokenizer
-from trainer.data.rows import BadRow
 from trainer.errors import UserError
-from trainer.loops.rl.prompt_rows import with_answer
 from trainer.loops.rl.prompts import setup_prompts
 
 TOKENIZER = build_byte_tokenizer()
@@ -56,6 +54,12 @@ def test_text_is_prompted_as_it_is(row, tmp_path):
     assert (text_of(prompt), prompt.reference) == ("2+2=", "4")
 
 
+def test_a_function_scores_prompts_without_answers(tmp_path):
+    config = file_config(tmp_path, [{"prompt": "2+2="}], env={"rewards": [PART_ASCII]})
+    (prompt,) = setup_prompts(config, TOKENIZER).train.next_prompts(1)
+    assert (text_of(prompt), prompt.reference) == ("2+2=", "")
+
+
 def test_other_fields_reach_the_rewards(tmp_path):
     row = {"question": "2+2?", "answer": 4, "level": 3, "score_task": "mine"}
     (prompt,) = setup_prompts(file_config(tmp_path, [row]), TOKENIZER).train.next_prompts(1)
@@ -77,8 +81,6 @@ def test_a_system_turn_is_added_where_there_is_none(tmp_path):
 
 def test_a_row_without_an_answer_is_refused_by_place_or_skipped(tmp_path):
     rows = [{"question": "a"}, {"question": "b", "answer": "1"}]
-    with pytest.raises(BadRow, match="no reference answer"):
-        with_answer(rows[0])
     config = file_config(tmp_path, rows)
     with pytest.raises(UserError, match=r"prompts\.jsonl:1: .*'answer'.*env\.on_bad_row = 'skip'"):
         setup_prompts(config, TOKENIZER).train.next_prompts(1)
@@ -99,6 +101,12 @@ BAD_ROWS = {
     "turns that are text": ({"messages": "a", "answer": "1"}, "give a list of turns, or the text"),
     "no turns": ({"prompt": [], "answer": "1"}, "there is no turn to answer"),
     "an answer to nothing": ({"messages": [{"role": "assistant", "content": "1"}]}, "no turn to"),
+    "a question of turns": ({"question": ["a"], "answer": "1"}, r"question=\['a'\] is a list"),
+    "a question in figures": ({"question": 5, "answer": "1"}, "question=5 is a int: give text"),
+    "no prompt": (
+        {"text": "a", "answer": "1"},
+        r"has the fields \['answer', 'text'\]: it needs a 'q",
+    ),
     "an empty prompt": ({"prompt": "", "answer": "1"}, "prompt='' gives the model nothing"),
 }
 
