@@ -1,15 +1,23 @@
 """Folders that are complete or absent, whenever the process or the machine stops.
 
-Owns the order of fsync and rename. Does not know what a folder holds. Read
-`trainer.checkpoint.folder` and `trainer.model.export`, which write their folders through it.
+Owns the order of fsync and rename, and the lock that keeps a folder to one process. Does not know
+what a folder holds. Read `trainer.checkpoint.folder` and `trainer.model.export`, which write their
+folders through it.
 """
 
+import contextlib
+import fcntl
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 REPLACED = ".replaced"
+LOCK = ".lock"
 
 
 def beside(final: Path) -> Path:
@@ -69,3 +77,32 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Make a folder and keep it to this process; the system lets go of it if the process dies.
+
+    At the end the lock goes, and the folder too if nothing else came into it.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: it cannot be made, or nothing can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as error:  # such as a network file system without locks
+            logger.warning("%s cannot be locked (%s): start no other run there", folder, error)
+        if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            raise BlockingIOError("its lock has just been removed by the process that held it")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()

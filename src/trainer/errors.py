@@ -8,10 +8,6 @@ class UserError(ValueError):
     """
 
 
-class EndOfDataError(UserError):
-    """No data are left for another step; all ranks meet it at the same one (exit status 2)."""
-
-
 class Interrupted(Exception):  # noqa: N818 - an ordered end, not an error
     """The run stopped on a signal after saving a checkpoint (exit status 128 + signum)."""
 

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -67,6 +67,17 @@ class MetricsWriter:
         if not last or _step_of(last[0]) < step:
             self.write(step, metrics)
 
+    def amend(self, step: int, more: Metrics) -> None:
+        """Add to the line of `step`, the last one."""
+        added = {name: plain(value) for name, value in more.items()}
+        *earlier, last = _read_lines(self.path)
+        amended = json.dumps(json.loads(last) | added, allow_nan=False)
+        self._file.close()
+        _replace_lines(self.path, [*earlier, amended])
+        self._file = self.path.open("a")
+        if self._wandb is not None:
+            self._wandb.log({"step": step} | added)
+
     def close(self, *, has_failed: bool = False) -> None:
         """Flush and close both records; wandb shows a run that failed as such."""
         self._file.close()
@@ -93,9 +104,12 @@ def cut_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = [line for line in _read_lines(path) if _step_of(line) <= step]
+    _replace_lines(path, [line for line in _read_lines(path) if _step_of(line) <= step])
+
+
+def _replace_lines(path: Path, lines: Sequence[str]) -> None:
     beside = path.with_suffix(".cut")
-    beside.write_text("".join(line + "\n" for line in kept))
+    beside.write_text("".join(line + "\n" for line in lines))
     beside.replace(path)
 
 

@@ -7,7 +7,7 @@ Hub names and the reading of either are `trainer.model`'s and `trainer.checkpoin
 from pathlib import Path
 
 from trainer.errors import UserError
-from trainer.saved_steps import CHECKPOINTS, HF_FOLDER, INDEX, STEP, WEIGHTS, is_complete
+from trainer.saved_steps import CHECKPOINTS, HF_FOLDER, INDEX, WEIGHTS, is_complete, step_of
 
 CONFIG = "config.json"
 
@@ -52,7 +52,9 @@ def _problem(folder: Path) -> str | None:
     if steps := _steps_in(folder):
         return f"holds several steps of a run: give {_one_of(steps)}"
     siblings = _steps_in(folder.parent)
-    if (folder / INDEX).exists() or (folder.is_dir() and folder.name.startswith("step_")):
+    if (folder / INDEX).exists() or (
+        folder.is_dir() and step_of(folder.with_suffix("")) is not None
+    ):
         return f"is no complete checkpoint (unfinished, or files gone): give {_one_of(siblings)}"
     if siblings and not folder.exists():
         return f"is not there: give {_one_of(siblings)}"
@@ -67,9 +69,8 @@ def _steps_in(folder: Path) -> list[Path]:
     """Return the checkpoints and weights in a folder of steps, ascending by number."""
     if not folder.is_dir():
         return []
-    paths = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
-    whole = [path for path in paths if is_complete(path) or (path / CONFIG).is_file()]
-    return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
+    steps = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
+    return [path for _, path in sorted(steps) if is_complete(path) or (path / CONFIG).is_file()]
 
 
 def _one_of(steps: list[Path]) -> str:

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config.run import ProfileConfig
 from trainer.errors import UserError
+from trainer.saved_steps import step_folder
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,6 @@ class StepProfiler:
             logger.info("memory snapshot of step %d: %s", step, path)
 
     def _path(self, step: int, what: str, suffix: str) -> Path:
-        folder = self._folder / f"step_{step}"
+        folder = step_folder(self._folder, step)
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{what}-rank_{self._rank}.{suffix}"

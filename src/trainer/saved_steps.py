@@ -14,20 +14,26 @@ MANIFEST, INDEX = "manifest.json", ".metadata"
 HF_FOLDER = "hf"
 """In a checkpoint: `config.json` and tokenizer."""
 
-STEP = re.compile(r"step_(0|[1-9]\d*)")
+_STEP = re.compile(r"step_(0|[1-9]\d*)")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` lies once it is complete."""
+    """Return where what is saved of `step` lies once it is complete."""
     return root / f"step_{step}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step whose name a folder has; None for any other name."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def list_steps(root: Path) -> list[int]:
     """Return the steps that have a complete checkpoint, ascending by number."""
     if not root.is_dir():
         return []
-    matches = ((STEP.fullmatch(path.name), path) for path in root.iterdir())
-    return sorted(int(match[1]) for match, path in matches if match and is_complete(path))
+    steps = ((step_of(path), path) for path in root.iterdir())
+    return sorted(step for step, path in steps if step is not None and is_complete(path))
 
 
 def is_complete(folder: Path) -> bool:

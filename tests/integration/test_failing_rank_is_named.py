@@ -54,18 +54,20 @@ def test_data_that_only_one_rank_lacks_stops_all_with_its_name(tmp_path):
     assert "error: " not in second.err
 
 
-def test_a_row_that_only_one_rank_lacks_in_mid_run_is_the_only_message(tmp_path):
+def test_a_row_that_only_one_rank_lacks_in_mid_run_is_the_only_message_and_loses_no_step(tmp_path):
     lines = [json.dumps(row(f"hello {index}")) for index in range(300)]
     words = write_tiny_run(tmp_path, lines)
     (tmp_path / "rows.jsonl").rename(tmp_path / "1.jsonl")
     (tmp_path / "x.jsonl").write_text("\n".join([*lines[:250], "{", *lines[251:]]))
     words += ["--data.source.path", f"{tmp_path}/ON_RANK_1.jsonl", "--data.shuffle", "false"]
-    words += ["--max-steps", "99", "--ckpt.interval", "5"]
-    first, second = launch_ranks(2, MAIN, *words, timeout_s=60)
+    first, second = launch_ranks(2, MAIN, *words, "--max-steps", "99", timeout_s=60)
     assert (first.status, second.status) == (2, 2)
-    assert f"error: {tmp_path}/x.jsonl:251: the line is not JSON" in second.err
+    assert f"error: rank 1: {tmp_path}/x.jsonl:251: the line is not JSON" in first.err
     assert "Traceback" not in first.err + second.err
-    assert "it waits for rank 1, last seen in phase" in first.err
+    assert "error: " not in second.err
+    step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
+    assert f"the state after step {step} is saved" in first.err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{step}"]
 
 
 def test_collective_that_outlasts_the_timeout_names_the_rank_that_hangs_and_its_phase():

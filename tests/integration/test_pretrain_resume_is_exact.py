@@ -32,7 +32,7 @@ def run_all(folder: str) -> None:
 
 def run_to_the_end_of_the_data(folder: str) -> list[str]:
     """Train until the data end; go on with more epochs; return what was raised the first time."""
-    from trainer.errors import EndOfDataError
+    from trainer.errors import UserError
     from trainer.loops.pretrain import run_pretrain
 
     corpus = Path(folder) / "words.jsonl"
@@ -46,7 +46,7 @@ def run_to_the_end_of_the_data(folder: str) -> list[str]:
         run = Path(folder) / "ended"
         return pretrain_config(run, Path(folder), data=data, val={}, **changes)
 
-    with pytest.raises(EndOfDataError) as raised:
+    with pytest.raises(UserError) as raised:
         run_pretrain(config(1, max_steps=100))
     dist.barrier()  # rank 0 has written its last line
     step = len(repeatable_metrics(Path(folder) / "ended"))

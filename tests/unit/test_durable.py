@@ -1,10 +1,11 @@
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from trainer import durable
-from trainer.durable import beside, publish, restore_replaced, start_folder
+from trainer.durable import LOCK, beside, hold, publish, restore_replaced, start_folder
 
 
 def test_folder_has_its_name_only_once_published(tmp_path: Path):
@@ -76,3 +77,46 @@ def test_sync_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "fsync", descriptors.append)
     durable.sync_path(tmp_path)
     assert len(descriptors) == 1
+
+
+def test_a_folder_is_held_by_one_at_a_time_and_left_as_it_was(tmp_path: Path):
+    folder = tmp_path / "runs" / "run"
+    with hold(folder):
+        (folder / "a").touch()
+        with pytest.raises(BlockingIOError), hold(folder):
+            pass
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    with hold(folder):
+        pass
+
+
+def test_a_folder_that_nothing_came_into_goes_again(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError), hold(tmp_path / "run"):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_a_killed_process_left_holds_nobody_up(tmp_path: Path):
+    (tmp_path / LOCK).touch()
+    with hold(tmp_path):
+        pass
+
+
+def test_a_lock_that_goes_while_it_is_taken_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(durable.fcntl, "flock", lambda *_: (tmp_path / LOCK).unlink())
+    with pytest.raises(BlockingIOError), hold(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_named_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(durable.fcntl, "flock", refuse)
+    with hold(tmp_path):
+        pass
+    assert "cannot be locked ([Errno 37] No locks available)" in caplog.text

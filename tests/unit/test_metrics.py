@@ -48,6 +48,15 @@ def test_lines_that_are_no_records_are_cut(tmp_path):
     assert [record["step"] for record in read(tmp_path)] == [1, 2, 3]
 
 
+def test_the_last_line_takes_what_is_measured_later(tmp_path):
+    write(tmp_path, [1, 2])
+    with MetricsWriter(tmp_path, WandbConfig(enabled=False), {}, resume_step=2) as writer:
+        writer.amend(2, {"val/loss": 0.5})
+        writer.write(3, {"loss/mean": 3.0})
+    assert [record["step"] for record in read(tmp_path)] == [1, 2, 3]
+    assert read(tmp_path)[1] == {"step": 2, "loss/mean": 2.0, "val/loss": 0.5}
+
+
 def test_a_value_that_is_not_finite_becomes_null(tmp_path):
     with MetricsWriter(tmp_path, WandbConfig(enabled=False), {}) as writer:
         writer.write(1, {"loss/mean": float("nan"), "optim/grad_norm": float("inf")})

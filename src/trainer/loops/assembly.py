@@ -21,7 +21,7 @@ from trainer.errors import Interrupted, UserError
 from trainer.loops.display import Display
 from trainer.loops.plan_file import describe_plan, kernel_choices
 from trainer.loops.run import Run
-from trainer.loops.run_folder import check_output_dir, resolve_resume, write_config
+from trainer.loops.run_folder import held_output_dir, resolve_resume, write_config
 from trainer.metrics import MetricsWriter
 from trainer.optim import setup_optimizer
 from trainer.parallel import build_mesh
@@ -30,6 +30,7 @@ from trainer.parallel.signals import StopSignal
 from trainer.parallel.watchdog import set_phase
 from trainer.parallel.world import World, use_deterministic_algorithms
 from trainer.progress import Progress
+from trainer.saved_steps import CHECKPOINTS
 from trainer.schedule import build_schedule
 from trainer.step import Diverged, StepSettings, TrainStep
 
@@ -70,20 +71,45 @@ def open_run(
         The run, and whether it goes on from a checkpoint.
 
     Raises:
-        UserError: the folder holds another run, the ranks hold different data, or the checkpoint
-            does not fit; on all ranks.
+        UserError: the folder holds another run or is another's at this moment, the ranks hold
+            different data, or the checkpoint does not fit; on all ranks.
+        Interrupted: a signal asked for an end; the state is saved.
 
     Collective: all ranks; one all-gather of digests of the data; building the mesh, the model and
         the optimizer, then loading.
     """
     use_deterministic_algorithms(config.deterministic, world.device)
     seed_all(config.seed)
-    folder = Path(config.output_dir)
     ranks = Ranks()
     _check_equality(ranks, place)
-    ranks.on_first(lambda: check_output_dir(config.output_dir), UserError)
+    with ExitStack() as stack:
+        ranks.on_first(lambda: stack.enter_context(held_output_dir(config.output_dir)), UserError)
+        run, is_resumed = _set_up(config, world, tokenizer, kind, place, source_names, stack)
+        try:
+            yield run, is_resumed
+        except Interrupted:
+            run.save_if_due(place.state_dict(), now=True)
+            run.store.wait()  # a write in the background is the checkpoint that was promised
+            raise
+        except Diverged:
+            run.write_last_record()
+            raise
+        run.store.wait()
+
+
+def _set_up(
+    config: RunConfig,
+    world: World,
+    tokenizer: PreTrainedTokenizerFast,
+    kind: str,
+    place: Resumable,
+    source_names: Sequence[str],
+    stack: ExitStack,
+) -> tuple[Run, bool]:
+    """Return the run, and whether it goes on from a checkpoint; see `open_run`."""
+    ranks = Ranks()
     store = CheckpointStore(
-        folder / "checkpoints",
+        Path(config.output_dir) / CHECKPOINTS,
         keep_last=config.ckpt.keep_last,
         keep_every=config.ckpt.keep_every,
         asynchronous=config.ckpt.asynchronous,
@@ -101,24 +127,16 @@ def open_run(
     if saved is not None:
         position = saved["data"]
         ranks.together(lambda: place.load_state_dict(position))
-    with ExitStack() as stack:
-        stop_signal = stack.enter_context(StopSignal(has_launcher=world.size > 1))
-        run = Run(config, world, tokenizer, step, store, stop_signal, source_names)
-        _open_record(run, saved, kind, stack, ranks)
-        if world.is_first:
-            _warn_of_positions(config, step.model.config.max_position_embeddings)
-        if saved is not None:
-            run.profiler.warn_of_past_steps(step.progress.step)
-            run.save_missing_weights()
-        try:
-            yield run, saved is not None
-        except Interrupted:
-            store.wait()  # a write in the background is the checkpoint that the signal promised
-            raise
-        except Diverged:
-            run.write_last_record()
-            raise
-        store.wait()
+    stop_signal = stack.enter_context(StopSignal(has_launcher=world.size > 1))
+    run = Run(config, world, tokenizer, step, store, stop_signal, source_names)
+    _open_record(run, saved, kind, stack, ranks)
+    if world.is_first:
+        _warn_of_positions(config, step.model.config.max_position_embeddings)
+    if saved is not None:
+        run.is_evaluated = saved.get("is_evaluated", True)  # absent in older versions' checkpoints
+        run.profiler.warn_of_past_steps(step.progress.step)
+        run.save_missing_weights()
+    return run, saved is not None
 
 
 def _build_step(

@@ -25,7 +25,11 @@ def continue_prompts(
         max_new_tokens: Longest continuation.
         temperature: 0: the most likely token, always.
 
-    Collective: every rank decodes every prompt, in step with the others.
+    Raises:
+        Interrupted: a signal asked for an end.
+
+    Collective: every rank decodes every prompt, in step with the others, after
+        `Run.stop_if_asked`.
     """
     end = run.tokenizer.eos_token_id
     assert isinstance(end, int), "the encoder refuses tokenizers without one"
@@ -33,7 +37,8 @@ def continue_prompts(
         run.model, inference, run.device, pad_id=run.pad_id, batch_size=len(prompts)
     )
     requests = [Request(prompt, ((index,),)) for index, prompt in enumerate(prompts)]
-    completions = engine.generate(requests, Sampling(max_new_tokens, temperature, 1.0, 0, (end,)))
+    sampling = Sampling(max_new_tokens, temperature, 1.0, 0, (end,))
+    completions = engine.generate(requests, sampling, run.stop_if_asked)
     return [
         str(run.tokenizer.decode(list(completion.ids), skip_special_tokens=True))
         for (completion,) in completions

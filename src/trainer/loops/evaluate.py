@@ -15,11 +15,16 @@ from trainer.step import StepTotals
 def mean_loss(run: Run, packs: Sequence[Pack], data: BatchConfig) -> float:
     """Return the weighted mean cross-entropy in nats over all packs.
 
-    Collective: forward passes as in training, equally many on every rank; one all-reduce.
+    Raises:
+        Interrupted: a signal asked for an end.
+
+    Collective: forward passes as in training, equally many on every rank, each after
+        `Run.stop_if_asked`; one all-reduce.
     """
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     with inference(run.model):
         for batch in run.micro_batches(packs, data):
+            run.stop_if_asked()
             outputs = run.model(
                 batch.input_ids_PS,
                 position_ids=batch.position_ids_PS,

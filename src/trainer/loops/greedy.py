@@ -24,12 +24,16 @@ class GreedyResult:
 def answer_greedily(run: Run, questions: Sequence[HeldOut], max_new_tokens: int) -> GreedyResult:
     """Answer every question with the model as it is.
 
-    Collective: questions are dealt over ranks; each batch is decoded by all ranks in step; one
-    all-gather of the answers.
+    Raises:
+        Interrupted: a signal asked for an end.
+
+    Collective: questions are dealt over ranks; each batch is decoded by all ranks in step, after
+    `Run.stop_if_asked`; one all-gather of the answers.
     """
     own: list[str] = []
     per_round = BATCH * run.world.size
     for start in range(0, len(questions), per_round):
+        run.stop_if_asked()
         dealt = questions[start : start + per_round][run.world.rank :: run.world.size]
         own += _decode(run, dealt or questions[:1], max_new_tokens)[: len(dealt)]
     by_rank: list[list[str]] = [[] for _ in range(run.world.size)]

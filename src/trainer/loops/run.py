@@ -5,7 +5,7 @@ waits for nothing else. Put together by `assembly.py`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig
 from trainer.config.data import BatchConfig
 from trainer.data import Pack, PackedBatch, micro_batches
+from trainer.errors import Interrupted
 from trainer.loops.display import Display
 from trainer.loops.due import is_due
 from trainer.loops.record import source_losses, step_metrics
@@ -30,6 +31,7 @@ from trainer.parallel.watchdog import set_phase
 from trainer.parallel.world import World
 from trainer.profiling import StepProfiler
 from trainer.progress import Progress
+from trainer.saved_steps import CHECKPOINTS, WEIGHTS, step_folder
 from trainer.step import StepRecord, TrainStep
 
 
@@ -54,6 +56,7 @@ class Run:
         source_names: Of the sources of data whose losses are recorded apart.
 
     Attributes:
+        is_evaluated: Whether the evaluation that was due after the last step is done.
         profiler: Of the steps chosen by the config.
         writer: Metrics; rank 0 only.
         display: What a person sees; rank 0 only.
@@ -77,6 +80,7 @@ class Run:
         self.stop_signal = stop_signal
         self.source_names = tuple(source_names)
         self.folder = Path(config.output_dir)
+        self.is_evaluated = True
         self.profiler = StepProfiler(config.profile, self.folder, world.device, world.rank)
         self.writer: MetricsWriter | None = None
         self.display: Display | None = None
@@ -127,10 +131,31 @@ class Run:
         if step_metrics is not None:
             self._write(step_metrics["step"], step_metrics)
 
-    def log_more(self, more: dict[str, float]) -> None:
-        """Add to the last step's record."""
+    def evaluate(self, measure: Callable[[], dict[str, float]]) -> None:
+        """Add what is measured to the last step's record; what a signal ends is due on resume.
+
+        Collective: as `measure`.
+        """
+        set_phase("evaluate")
+        self.is_evaluated = False
+        more = measure()
+        self.is_evaluated = True
         if self._pending is not None:
             self._pending.more |= more
+        elif self.writer is not None:
+            self.writer.amend(self.progress.step, more)  # written before the resume
+
+    def stop_if_asked(self) -> None:
+        """Stop where a signal asked any rank to; the state is then saved (`open_run`).
+
+        Raises:
+            Interrupted: on all ranks.
+
+        Collective: one all-reduce on the host.
+        """
+        signum = self.stop_signal.agreed()
+        if signum is not None:
+            raise Interrupted(signum)
 
     def save_if_due(self, data_position: dict[str, Any], *, now: bool = False) -> None:
         """Save state and weights where their intervals say so, or the state now.
@@ -172,6 +197,7 @@ class Run:
             "data": data_position,
             "config": self.config.model_dump(mode="json"),
             "metrics": self._last_metrics,
+            "is_evaluated": self.is_evaluated,
         }
 
     def where_things_lie(self) -> list[str]:
@@ -180,7 +206,7 @@ class Run:
         return [
             f"done: {step} steps, {self.progress.trained_tokens:,} trained tokens",
             f"  metrics     {folder / 'metrics.jsonl'}",
-            f"  checkpoint  {folder / 'checkpoints' / f'step_{step}'}",
+            f"  checkpoint  {step_folder(folder / CHECKPOINTS, step)}",
             f"  weights     {self._weights_folder(step)} (Hugging Face layout)",
         ]
 
@@ -190,7 +216,7 @@ class Run:
             self.display.note(text)
 
     def _weights_folder(self, step: int) -> Path:
-        return self.folder / "weights" / f"step_{step}"
+        return step_folder(self.folder / WEIGHTS, step)
 
     def _save_weights(self, step: int) -> None:
         folder, dtype = self._weights_folder(step), self.config.ckpt.weights_dtype

@@ -6,38 +6,47 @@ Layout (design: others' scripts rely on it): `config.toml` of the first launch,
 """
 
 import logging
-import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trainer.checkpoint import CheckpointStore
 from trainer.config import RunConfig
 from trainer.config.dump import dump_config
+from trainer.durable import hold
 from trainer.errors import UserError
+from trainer.saved_steps import CHECKPOINTS, WEIGHTS
 
 logger = logging.getLogger(__name__)
 
-FOLDERS = ("checkpoints", "weights")
+FOLDERS = (CHECKPOINTS, WEIGHTS)
 TRACES = ("config.toml", "metrics.jsonl", *FOLDERS)
 
 
-def check_output_dir(output_dir: str) -> None:
-    """Refuse a folder that cannot be made or written into; leaves nothing behind.
+@contextmanager
+def held_output_dir(output_dir: str) -> Iterator[None]:
+    """Keep the folder to this run; a new one goes again if the run puts nothing into it.
 
     Raises:
-        UserError: there is a file in its place or above it, or nothing can be written there.
+        UserError: another run is writing there, or this one cannot.
     """
     folder = Path(output_dir)
-    try:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        for place in (existing, *(folder / name for name in FOLDERS)):
-            if place.exists() and not place.is_dir():
-                raise NotADirectoryError(f"{place} is no folder")
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"output_dir={output_dir!r}: a run cannot write there ({error}); choose another"
-        ) from error
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold(folder))
+            for place in (folder / name for name in FOLDERS):
+                if place.exists() and not place.is_dir():
+                    raise NotADirectoryError(f"{place} is no folder")
+        except BlockingIOError:
+            raise UserError(
+                f"output_dir={output_dir!r}: another run is writing there; wait until it ends, or "
+                "choose another"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"output_dir={output_dir!r}: a run cannot write there ({error}); choose another"
+            ) from error
+        yield
 
 
 def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
@@ -74,5 +83,5 @@ def write_config(config: RunConfig, *, resumed: bool) -> Path:
         number = 1
         while (path := folder / f"config.resume-{number}.toml").exists():
             number += 1
-    path.write_text(dump_config(config))
+    path.write_text(dump_config(config), encoding="utf-8")
     return path

@@ -11,6 +11,7 @@ from trainer.loops.run import Run
 from trainer.loops.supervised import train
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.world import open_world
+from trainer.saved_steps import CHECKPOINTS, step_folder
 
 NUM_SAMPLES_SHOWN = 3
 
@@ -78,5 +79,5 @@ def _what_next(run: Run) -> list[str]:
         "next:",
         f"  trainer sft @ {folder / 'config.toml'} --output-dir NEW_FOLDER --max-steps N",
         f"  trainer sft @ {folder / 'config.toml'} --ckpt.resume latest --max-steps {2 * step}",
-        f"  trainer export {folder / 'checkpoints' / f'step_{step}'} OUT",
+        f"  trainer export {step_folder(folder / CHECKPOINTS, step)} OUT",
     ]

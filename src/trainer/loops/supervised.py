@@ -10,9 +10,10 @@ from typing import Protocol
 from trainer.clock import Clock
 from trainer.config import SupervisedConfig
 from trainer.data import Pack, pack_fill
-from trainer.errors import EndOfDataError, Interrupted
+from trainer.errors import UserError
 from trainer.loops.due import is_due
 from trainer.loops.run import Run
+from trainer.parallel.agreement import Ranks
 from trainer.parallel.watchdog import set_phase
 from trainer.step import StepTotals
 
@@ -52,12 +53,14 @@ def train(
         evaluate: Measures the model as it is, by metric name; called by all ranks together.
 
     Raises:
-        EndOfDataError: there are no more data; the state is saved.
-        Interrupted: a signal asked for an end; the state is saved.
+        UserError: there are no more data, or a row cannot be used; the state is saved.
+        Interrupted: a signal asked for an end; `open_run` saves the state.
         RuntimeError: the run has diverged.
 
     Collective: every rank runs every step, evaluation and save together.
     """
+    if not run.is_evaluated:
+        run.evaluate(evaluate)
     while run.progress.step < config.max_steps:
         with run.profiler.step(run.progress.step + 1):
             clock = Clock(run.device)
@@ -68,24 +71,22 @@ def train(
         fill = pack_fill(packs, config.data.seq_len)
         run.log(record, {"data/pack_fill": fill} | _data_counts(stream))
         if is_due(config.val.interval, record.step, config.max_steps):
-            set_phase("evaluate")
-            run.log_more(evaluate())
-        stopped_by = run.stop_signal.agreed()
-        run.save_if_due(stream.state_dict(), now=stopped_by is not None)
-        if stopped_by is not None:
-            raise Interrupted(stopped_by)
+            run.evaluate(evaluate)
+        run.stop_if_asked()
+        run.save_if_due(stream.state_dict())
 
 
 def _next_packs(run: Run, config: SupervisedConfig, stream: PackStream) -> list[Pack]:
-    """Return a step's packs; where the data end, save what was trained before saying so."""
+    """Return a step's packs; where any rank has none, save what was trained before saying so."""
+    position = stream.state_dict()
     try:
-        return stream.next_packs(config.data.batch_size)
-    except EndOfDataError as error:
+        return Ranks().together(lambda: stream.next_packs(config.data.batch_size))
+    except UserError as error:
         step = run.progress.step
         if step == 0:
             raise
-        run.save_if_due(stream.state_dict(), now=True)
-        raise EndOfDataError(f"{error}; the state after step {step} is saved") from None
+        run.save_if_due(position, now=True)
+        raise UserError(f"{error}; the state after step {step} is saved") from None
 
 
 def _data_counts(stream: PackStream) -> dict[str, float]:

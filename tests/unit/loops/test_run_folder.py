@@ -8,7 +8,7 @@ from tests.support.networks import moe_architecture, random_model
 from trainer.checkpoint import CheckpointStore
 from trainer.config import SFTConfig, load_config
 from trainer.errors import UserError
-from trainer.loops.run_folder import check_output_dir, resolve_resume, write_config
+from trainer.loops.run_folder import held_output_dir, resolve_resume, write_config
 
 
 @pytest.fixture
@@ -36,13 +36,19 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -
     (tmp_path / "file").write_text("")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("")
-    with pytest.raises(UserError, match=rf"output_dir='.*{name[:9]}.*': a run cannot write there"):
-        check_output_dir(str(tmp_path / name))
+    message = rf"output_dir='.*{name[:9]}.*': a run cannot write there"
+    with pytest.raises(UserError, match=message), held_output_dir(str(tmp_path / name)):
+        pass
 
 
-def test_looking_at_a_folder_leaves_no_trace(tmp_path: Path) -> None:
-    check_output_dir(str(tmp_path / "new" / "run"))
-    assert list(tmp_path.iterdir()) == []
+def test_two_runs_are_kept_apart(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    message = rf"output_dir='{folder}': another run is writing there; wait"
+    refused = pytest.raises(UserError, match=message)
+    with held_output_dir(folder), refused, held_output_dir(folder):
+        pass
+    with held_output_dir(folder):
+        pass
 
 
 def test_a_new_folder_starts_fresh(tmp_path: Path, store: CheckpointStore) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.data.mixture import Mixture
 from trainer.data.packing import Pack
 from trainer.data.text.queue import PackQueue
-from trainer.errors import EndOfDataError, UserError
+from trainer.errors import UserError
 
 
 class PretrainStream:
@@ -58,7 +58,7 @@ class PretrainStream:
         """Return the next packs of the global order.
 
         Raises:
-            EndOfDataError: all sources have ended.
+            UserError: all sources have ended.
             UserError: a source cannot be read.
         """
         return [self._next_pack() for _ in range(num_packs)]
@@ -105,7 +105,7 @@ class PretrainStream:
                 self._num_packs[source] += 1
                 return pack
             self._mixture.end(source)
-        raise EndOfDataError(
+        raise UserError(
             f"data.source: every source has been gone through max_epochs times, after "
             f"{sum(self._num_packs):,} packs: lower max_steps, raise max_epochs or give more text"
         )

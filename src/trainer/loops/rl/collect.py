@@ -117,13 +117,18 @@ class Collector:
         }
         return RolloutBatch(numbered, metrics)
 
-    def evaluate(self, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
+    def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        version: int,
+        before_batch: Callable[[], None] = go_on,
+    ) -> list[Rollout]:
         """Return one greedy, scored answer to each prompt.
 
         Collective: as `complete`.
         """
         self._engine.push_weights(version)
-        groups = self.complete(prompts, 1, self._sampling.greedy(), EVALUATION, 0)
+        groups = self.complete(prompts, 1, self._sampling.greedy(), EVALUATION, 0, before_batch)
         return [group[0] for group in groups]
 
     def complete(
@@ -151,9 +156,8 @@ class Collector:
             RuntimeError: the engine sampled with other weights than were pushed.
 
         Collective: one all-gather of digests; prompts are dealt over ranks, the engine generates on
-            all in step, with what `before_batch` does ahead of each of its batches (in training one
-            all-reduce on the host, `stop_if_asked`); then one all-gather of errors in scoring and
-            one of rollouts.
+            all in step, with what `before_batch` does ahead of each of its batches (of a run,
+            `Run.stop_if_asked`); then one all-gather of errors in scoring and one of rollouts.
         """
         # Not timed: sampling rightly takes long, and its collectives have limits of their own.
         set_phase("sample", is_timed=False)

@@ -6,7 +6,6 @@ steps, `run.py` calls both in turn.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from trainer.config import RLConfig
@@ -143,9 +142,8 @@ class Rounds:
     def _sample(self) -> RolloutBatch:
         version, before = self._run.progress.step, self.place.stream.state_dict()
         try:
-            before_batch = partial(stop_if_asked, self._run)
             batch = self.collector.collect(
-                self.place.stream, self.place.round + 1, version, before_batch
+                self.place.stream, self.place.round + 1, version, self._run.stop_if_asked
             )
         except Interrupted:
             # The run that resumes samples this batch anew, and the same.
@@ -177,16 +175,3 @@ def sampling_settings(config: RLConfig) -> dict[str, Any]:
         "loss.advantage": loss.advantage,
         "loss.old_log_probs": loss.old_log_probs,
     }
-
-
-def stop_if_asked(run: Run) -> None:
-    """Give up what is being sampled if a signal asked for an end; a batch takes up to minutes.
-
-    Raises:
-        Interrupted: on all ranks.
-
-    Collective: one all-reduce on the host.
-    """
-    stopped_by = run.stop_signal.agreed()
-    if stopped_by is not None:
-        raise Interrupted(stopped_by)

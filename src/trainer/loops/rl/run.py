@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.clock import Clock
 from trainer.config import RLConfig
 from trainer.data import setup_tokenizer
-from trainer.errors import Interrupted, UserError
+from trainer.errors import UserError
 from trainer.loops.assembly import open_run
 from trainer.loops.due import is_due
 from trainer.loops.rl.collect import Collector
@@ -95,7 +95,7 @@ def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
     """Train from where the run stands to `max_steps`.
 
     Raises:
-        Interrupted: a signal asked for an end; the state is saved.
+        Interrupted: a signal asked for an end; `open_run` saves the state.
         RuntimeError: the run has diverged.
 
     Collective: every rank samples, steps, evaluates and saves together.
@@ -104,31 +104,26 @@ def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
     if run.progress.step == 0 and config.val.at_start and prompts.held_out:
         measured = evaluate(run, rounds.collector, prompts.held_out, "before training")
         at_start = {f"{name}_at_start": value for name, value in measured.items()}
+
+    def measure() -> dict[str, float]:
+        return evaluate(run, rounds.collector, prompts.held_out, f"at {run.progress.step}")
+
+    if not run.is_evaluated:
+        run.evaluate(measure)
     while run.progress.step < config.max_steps:
         clock = Clock(run.device)
         clock.mark("start")
         with run.profiler.step(run.progress.step + 1):
-            rollouts, rollout_metrics = _rollouts_or_save(run, rounds)
+            rollouts, rollout_metrics = rounds.next_rollouts()
             record, policy_metrics = rounds.policy.step(clock, rollouts)
         run.log(record, rollout_metrics | policy_metrics | at_start)
         at_start = {}
         if record.step % max(1, config.max_steps // SAMPLES_A_RUN) == 0:
             run.say(sample_text(rollouts[0]))
         if prompts.held_out and is_due(config.val.interval, record.step, config.max_steps):
-            run.log_more(evaluate(run, rounds.collector, prompts.held_out, f"at {record.step}"))
-        stopped_by = run.stop_signal.agreed()
-        run.save_if_due(rounds.place.state_dict(), now=stopped_by is not None)
-        if stopped_by is not None:
-            raise Interrupted(stopped_by)
-
-
-def _rollouts_or_save(run: Run, rounds: Rounds) -> tuple[list[Rollout], dict[str, float]]:
-    """Return the next rollouts; if a signal ends their sampling, save the state before it."""
-    try:
-        return rounds.next_rollouts()
-    except Interrupted:
-        run.save_if_due(rounds.place.state_dict(), now=True)
-        raise
+            run.evaluate(measure)
+        run.stop_if_asked()
+        run.save_if_due(rounds.place.state_dict())
 
 
 def evaluate(
@@ -139,7 +134,7 @@ def evaluate(
     Collective: as `Collector.evaluate`.
     """
     began = time.perf_counter()
-    answers = collector.evaluate(held_out, run.progress.step)
+    answers = collector.evaluate(held_out, run.progress.step, run.stop_if_asked)
     pass_rate = fmean(rollout.is_pass for rollout in answers)
     metrics = {
         "val/pass_rate": pass_rate,

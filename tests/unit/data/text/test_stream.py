@@ -15,7 +15,7 @@ from trainer.data.packing import deal
 from trainer.data.shards.job import TokenizeRequest
 from trainer.data.shards.writer import tokenize
 from trainer.data.text import hub
-from trainer.errors import EndOfDataError, UserError
+from trainer.errors import UserError
 
 END = 258
 
@@ -151,7 +151,7 @@ def test_where_all_sources_end_is_told_and_the_position_is_that_of_the_last_batc
     for prefetch in (False, True):
         stream = pretrain_data(mix, prefetch=prefetch).train
         message = r"max_epochs times, after \d+ packs: lower max_steps"
-        with pytest.raises(EndOfDataError, match=message):
+        with pytest.raises(UserError, match=message):
             list(map(stream.next_packs, [4] * 100))
         state = stream.state_dict()
         resumed = pretrain_data(mix, prefetch=prefetch).train
