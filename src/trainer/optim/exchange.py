@@ -1,24 +1,18 @@
-"""Starting and finishing collectives, and the process groups they run on.
+"""Starting and finishing collectives.
 
-Owns the groups (made and warmed in one fixed order), the launch on a stream of its own and the
-lifetime of buffers: nothing handed to a collective is freed before its wait. What the bytes mean
-is in `wire.py`; when to launch is `muon.py`'s.
+Owns the launch on a stream of its own and the lifetime of buffers: nothing handed to a collective
+is freed before its wait. The groups are `process_groups.py`'s, what the bytes mean is in `wire.py`,
+when to launch is `pipeline.py`'s.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.optim.bucket import Bucket
-from trainer.optim.plan import Plan
-from trainer.optim.spec import MeshSpec
 from trainer.optim.timing import Mark, PhaseTimer
 
 try:
@@ -36,14 +30,6 @@ class Transfer:
     inputs: Tensor
     start: Mark
     stop: Mark | None
-
-
-@dataclass(frozen=True)
-class BucketGroups:
-    """The process groups of a bucket; None where the plan has one rank."""
-
-    shards: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
 
 
 class Exchange:
@@ -123,93 +109,3 @@ class Exchange:
         self._timer.add("exchange_exposed", waiting, done)
         self._timer.add("exchange", transfer.start, transfer.stop or done)
         return transfer.output
-
-
-def make_groups(plan: Plan, meshes: dict[MeshSpec, DeviceMesh]) -> list[BucketGroups]:
-    """Return the process groups of each bucket, made and warmed in bucket order.
-
-    Communicators are created at first use; created lazily inside the step, in an order that
-    differs by rank, they deadlock over several nodes.
-
-    Raises:
-        RuntimeError: a process group orders its ranks otherwise than the mesh.
-
-    Collective: group creation and a small all-reduce on each group; every rank of every mesh.
-    """
-    known: dict[tuple[MeshSpec, tuple[int, ...]], dist.ProcessGroup] = {}
-    groups = [
-        BucketGroups(
-            _group(bucket, _split_axes(bucket), bucket.num_shards, meshes, known),
-            _group(bucket, bucket.replica_axes, bucket.num_replicas, meshes, known),
-        )
-        for bucket in plan.buckets
-    ]
-    for bucket, made in zip(plan.buckets, groups, strict=True):
-        _check_order(made.shards, bucket.shard_rank)
-        _check_order(made.replicas, bucket.replica_rank)
-    return groups
-
-
-def _split_axes(bucket: Bucket) -> tuple[int, ...]:
-    return () if bucket.split_axis is None else (bucket.split_axis,)
-
-
-def _group(
-    bucket: Bucket,
-    axes: tuple[int, ...],
-    size: int,
-    meshes: dict[MeshSpec, DeviceMesh],
-    known: dict[tuple[MeshSpec, tuple[int, ...]], dist.ProcessGroup],
-) -> dist.ProcessGroup | None:
-    """Return the group over some axes of a bucket's mesh, from `known` or new there.
-
-    Collective: group creation and warming where it is new; every rank of the mesh.
-    """
-    if size == 1 or bucket.mesh is None:
-        return None
-    key = (bucket.mesh, axes)
-    if key not in known:
-        known[key] = axes_group(meshes[bucket.mesh], axes)
-        warm(known[key], meshes[bucket.mesh].device_type)
-    return known[key]
-
-
-def axes_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the group of ranks that differ from this one only on some axes of a mesh.
-
-    Collective: group creation when several axes are joined; every rank of the mesh.
-    """
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    spans = [range(s) if a in axes else [coordinate[a]] for a, s in enumerate(mesh.shape)]
-    return ranks_group([int(mesh.mesh[place]) for place in product(*spans)])
-
-
-def ranks_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a group of the given global ranks: the default group if that is all of them.
-
-    Collective: group creation; the ranks named.
-    """
-    if len(ranks) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    group: Any = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    return group
-
-
-def warm(group: dist.ProcessGroup, device_type: str) -> None:
-    """Make a group's communicator exist.
-
-    Collective: all-reduce of one element on `group`.
-    """
-    dist.all_reduce(torch.zeros(1, device=device_type), group=group)
-
-
-def _check_order(group: dist.ProcessGroup | None, rank: int) -> None:
-    if group is not None and dist.get_rank(group) != rank:
-        raise RuntimeError(
-            f"a process group gives this rank place {dist.get_rank(group)}, the mesh gives it "
-            f"{rank}: build the mesh with ranks in ascending order"
-        )

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from trainer.optim.bucket import Bucket, Chunk, Segment
-from trainer.optim.exchange import BucketGroups, Transfer
+from trainer.optim.exchange import Transfer
 from trainer.optim.kernels.matrix_table import MatrixTable, Run
+from trainer.optim.process_groups import BucketGroups
 from trainer.optim.state import as_matrices, local
 from trainer.optim.stats import UpdateStats
 

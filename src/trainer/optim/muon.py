@@ -12,6 +12,7 @@ with s = 0.2 * sqrt(max(rows, cols)) (`adjust_lr = "rms_norm"`), sqrt(rows / col
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from trainer.optim.checks import (
     check_unchanged,
     refuse_copy,
 )
-from trainer.optim.exchange import Exchange, make_groups
+from trainer.optim.exchange import Exchange
 from trainer.optim.gate import FiniteGate
 from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.kernels.select import KernelChoice
@@ -38,9 +39,10 @@ from trainer.optim.options import MuonOptions, plan_with_kernels
 from trainer.optim.per_matrix import PerMatrixStep
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
 from trainer.optim.pipeline_memory import Passes
-from trainer.optim.plan import PlannedGroup
+from trainer.optim.plan import Plan, PlannedGroup
 from trainer.optim.presence import Presence
 from trainer.optim.pricing import Price, price_plan
+from trainer.optim.process_groups import make_groups, together
 from trainer.optim.spec import describe_parameters
 from trainer.optim.state import (
     check_loaded,
@@ -126,12 +128,16 @@ class Muon(torch.optim.Optimizer):
         self._is_built = True
 
     def _build(self, groups: list[NamedGroup]) -> None:
-        """Make state, plan, process groups and clocks, in this order."""
-        self._parameters = [p for group in self.param_groups for p in group["params"]]
+        """Make plan, state, process groups and clocks, in this order."""
+        named = [pair for group in groups for pair in group.named_parameters]
+        self._parameters = [parameter for _, parameter in named]
         self._group_names = [group.name for group in groups]
-        check_devices(pair for group in groups for pair in group.named_parameters)
-        for group, named in zip(self.param_groups, groups, strict=True):
-            check_group(group, named)
+        self._device = local(self._parameters[0]).device
+        self._specs, self._meshes = describe_parameters(named)
+        self._planned_groups, self.plan, self.kernels = together(
+            self._meshes, partial(self._check_and_plan, groups)
+        )
+        for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = init_state(parameter, group["algorithm"])
         # Schedulers write into a tensor, so a setting that is one is kept by its value.
@@ -143,19 +149,15 @@ class Muon(torch.optim.Optimizer):
             }
             for group in self.param_groups
         ]
-        self._device = local(self._parameters[0]).device
-        self._plan_step(groups)
         self._gate = FiniteGate()
         self._timer = PhaseTimer(self._device)
         self._exchange = Exchange(self._device, self._timer)
-        named = [pair for group in groups for pair in group.named_parameters]
         self._presence = Presence(self.plan.agreements, self._meshes, named)
         self._stats: UpdateStats | None = None
         self._gradients = GradientCheck(named)
-        process_groups = make_groups(self.plan, self._meshes)
         self._stacked = StackedStep(
             self.plan,
-            process_groups,
+            make_groups(self.plan, self._meshes),
             self._exchange,
             self._timer,
             self._orthogonalize_bucket,
@@ -168,27 +170,27 @@ class Muon(torch.optim.Optimizer):
             split_gate_up=self._options.split_gate_up,
         )
 
-    def _plan_step(self, groups: list[NamedGroup]) -> None:
-        named = [pair for group in groups for pair in group.named_parameters]
-        self._specs, self._meshes = describe_parameters(named)
+    def _check_and_plan(
+        self, groups: list[NamedGroup]
+    ) -> tuple[list[PlannedGroup], Plan, list[KernelChoice]]:
+        """Check all that was asked for, and plan the step."""
+        check_devices(pair for group in groups for pair in group.named_parameters)
+        for group, named in zip(self.param_groups, groups, strict=True):
+            check_group(group, named)
         for spec, parameter in zip(self._specs, self._parameters, strict=True):
             check_shard(spec, parameter)
-        planned: list[PlannedGroup] = []
-        first = 0
-        for group, settings in zip(groups, self.param_groups, strict=True):
-            stop = first + len(settings["params"])
-            planned.append(
-                PlannedGroup(
-                    group.name,
-                    settings["algorithm"],
-                    tuple(self._specs[first:stop]),
-                    settings["flatten"],
-                    settings["adjust_lr"],
-                )
+        specs = iter(self._specs)
+        planned = [
+            PlannedGroup(
+                named.name,
+                group["algorithm"],
+                tuple(islice(specs, len(group["params"]))),
+                group["flatten"],
+                group["adjust_lr"],
             )
-            first = stop
-        self._planned_groups = planned
-        self.plan, self.kernels = plan_with_kernels(planned, self._options, self._device)
+            for named, group in zip(groups, self.param_groups, strict=True)
+        ]
+        return planned, *plan_with_kernels(planned, self._options, self._device)
 
     # The step.
 

@@ -23,11 +23,12 @@ from trainer.optim.chunk_passes import (
     stack_share,
     update_chunk_momentum_,
 )
-from trainer.optim.exchange import BucketGroups, Exchange
+from trainer.optim.exchange import Exchange
 from trainer.optim.flight import Flight, StepInputs, find_runs, slab_shapes
 from trainer.optim.kernels import matrix_table
 from trainer.optim.kernels.matrix_table import MatrixTable, TableLayout
 from trainer.optim.plan import Plan
+from trainer.optim.process_groups import BucketGroups
 from trainer.optim.state import local
 from trainer.optim.timing import PhaseTimer
 from trainer.optim.wire import TAIL, unpack

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.errors import UserError
 from trainer.optim.agreement import Agreement, Agreements
-from trainer.optim.exchange import axes_group, warm
+from trainer.optim.process_groups import axes_group, warm
 from trainer.optim.spec import MeshSpec
 from trainer.optim.state import local
 

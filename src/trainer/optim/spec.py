@@ -65,7 +65,7 @@ def describe_parameters(
     """Describe live parameters; also return the mesh that each `MeshSpec` stands for.
 
     Raises:
-        UserError: a parameter is sparse or has a placement that holds a pending sum.
+        UserError: a parameter has a placement that holds a pending sum, or is on other ranks only.
     """
     meshes: dict[MeshSpec, DeviceMesh] = {}
     members: dict[tuple[int, ...], int] = {}
@@ -74,7 +74,7 @@ def describe_parameters(
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(parameter.shape)
         if isinstance(parameter, DTensor):
-            mesh = _describe_mesh(parameter.device_mesh, meshes, members)
+            mesh = _describe_mesh(name, parameter.device_mesh, meshes, members)
             placements = tuple(_describe_placement(name, p) for p in parameter.placements)
             specs.append(ParameterSpec(name, shape, dtype, mesh, placements))
         else:
@@ -83,10 +83,17 @@ def describe_parameters(
 
 
 def _describe_mesh(
-    mesh: DeviceMesh, known: dict[MeshSpec, DeviceMesh], members: dict[tuple[int, ...], int]
+    name: str,
+    mesh: DeviceMesh,
+    known: dict[MeshSpec, DeviceMesh],
+    members: dict[tuple[int, ...], int],
 ) -> MeshSpec:
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "the parameter's mesh does not hold this rank"
+    if coordinate is None:
+        raise UserError(
+            f"parameter {name} lies on the mesh {mesh.mesh.tolist()}, which does not hold this "
+            "rank: give each rank the parameters that it has a part of"
+        )
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     number = members.setdefault(ranks, len(members))
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))

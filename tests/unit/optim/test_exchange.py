@@ -1,20 +1,13 @@
 import weakref
-from itertools import product
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support.threads import run_threads
-from trainer.optim import exchange as exchange_module
-from trainer.optim.exchange import Exchange, axes_group, make_groups, warm
-from trainer.optim.plan import PlannedGroup, PlanOptions, build_plan
-from trainer.optim.spec import AxisPlacement, MeshSpec, ParameterSpec
+from trainer.optim.exchange import Exchange
 from trainer.optim.timing import PhaseTimer
 
 CPU = torch.device("cpu")
-R, S0, S1 = AxisPlacement(), AxisPlacement(0), AxisPlacement(1)
 # Elements from rank (row) to rank (column): uneven, some none.
 SIZES = [[3, 0, 1], [2, 2, 0], [0, 5, 4]]
 
@@ -69,63 +62,3 @@ def is_send_buffer_kept():
 
 def test_a_transfer_keeps_what_it_sends_and_no_longer() -> None:
     assert run_threads(1, is_send_buffer_kept) == [(True, True)]
-
-
-def ranks_along(sizes, axes):
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b", "c"))
-    return dist.get_process_group_ranks(axes_group(mesh, axes))
-
-
-@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)], ids=str)
-def test_a_group_holds_the_ranks_that_differ_on_its_axes_alone(axes) -> None:
-    sizes = (2, 2, 2)
-    coordinates = list(product(*map(range, sizes)))
-    for mine, found in zip(coordinates, run_threads(8, ranks_along, sizes, axes), strict=True):
-        assert found == [
-            rank
-            for rank, other in enumerate(coordinates)
-            if all(other[axis] == mine[axis] for axis in range(3) if axis not in axes)
-        ]
-
-
-def plan_of(mesh_spec, *placements):
-    specs = tuple(
-        ParameterSpec(f"p{i}", (4, 4), "float32", mesh_spec, places)
-        for i, places in enumerate(placements)
-    )
-    group = PlannedGroup("dense", "muon", specs)
-    return build_plan([group], PlanOptions("float32"), lambda shape: ("dense", ""))
-
-
-def groups_of(placements):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    mesh_spec = MeshSpec(("a", "b"), (2, 2), tuple(mesh.get_coordinate()))
-    groups = make_groups(plan_of(mesh_spec, *placements), {mesh_spec: mesh})
-    return [(g.shards is not None, g.replicas is not None) for g in groups]
-
-
-def test_each_group_is_warmed_once_in_the_order_of_buckets(monkeypatch) -> None:
-    warmed = {rank: [] for rank in range(4)}
-
-    def record(group, device_type) -> None:
-        warmed[dist.get_rank()].append(tuple(dist.get_process_group_ranks(group)))
-        warm(group, device_type)
-
-    monkeypatch.setattr(exchange_module, "warm", record)
-    made = run_threads(4, groups_of, [(R, S0), (S1, R), (R, S0), (R, R)])
-    # The second bucket's groups are the first's, swapped.
-    assert made == [[(True, True), (True, True), (False, True)]] * 4
-    for rank in range(4):
-        along_a, along_b = (rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1)
-        assert warmed[rank] == [along_b, along_a, (0, 1, 2, 3)]
-
-
-def groups_of_a_reversed_mesh():
-    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("a",))
-    mesh_spec = MeshSpec(("a",), (2,), tuple(mesh.get_coordinate()))
-    with pytest.raises(RuntimeError, match="build the mesh with ranks in ascending order"):
-        make_groups(plan_of(mesh_spec, (S0,)), {mesh_spec: mesh})
-
-
-def test_a_mesh_whose_groups_are_ordered_otherwise_is_refused_on_all_ranks() -> None:
-    run_threads(2, groups_of_a_reversed_mesh)
