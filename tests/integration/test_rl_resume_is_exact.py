@@ -50,14 +50,24 @@ def run_all(folder: str) -> list[str]:
 
 
 def run_with_stops(folder: str) -> list[int]:
-    """Stop a run while it samples its first and its second batch; return the steps it saved."""
+    """Stop a run while it evaluates and while it samples; return the steps it saved."""
     from trainer.errors import Interrupted
     from trainer.loops.rl import run_rl
     from trainer.parallel.signals import StopSignal
 
     run = Path(folder) / "stopped"
-    # A batch is decoded in two parts, each asks once; then each of two steps.
-    for call in (2, 6, None):
+    # An evaluation asks once. A batch is decoded in two parts, each asks once; then each of its two
+    # steps. Every run begins where the one before was stopped, but for the evaluation of step 2:
+    # its checkpoint keeps that it is due, and a second save of a step does nothing.
+    stops = {
+        "evaluation at the start": 1,
+        "first batch": 3,
+        "evaluation of step 2": 5,
+        "second batch": 3,
+        "evaluation at the end": 9,
+        "nowhere": None,
+    }
+    for call in stops.values():
         asked = itertools.count(1)
         StopSignal.agreed = lambda self, c=call, n=asked: signal.SIGTERM if next(n) == c else None
         config = rl_config(run, max_steps=5, **LATEST, **CHANGES)
@@ -127,7 +137,7 @@ def test_two_ranks_go_on_with_rollouts_in_flight(folders):
             assert line[name] == pytest.approx(reference[name], abs=1e-5, rel=1e-4), name
 
 
-def test_a_run_stopped_while_it_samples_is_the_whole_run(folders):
+def test_a_run_stopped_while_it_samples_or_evaluates_is_the_whole_run(folders):
     whole, stopped = folders[0], folders[0].parent / "stopped"
     weights = Path("weights") / "step_5" / "model.safetensors"
     assert (stopped / weights).read_bytes() == (whole / weights).read_bytes()

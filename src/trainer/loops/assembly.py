@@ -7,7 +7,7 @@ the loops' (`supervised.py`); what a step does is `trainer.step`'s.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,6 +56,7 @@ def open_run(
     kind: str,
     place: Resumable,
     source_names: Sequence[str] = (),
+    build_more: Callable[[], None] | None = None,
 ) -> Iterator[tuple[Run, bool]]:
     """Build everything a run needs, resume it if asked, and close it in order.
 
@@ -66,6 +67,7 @@ def open_run(
         kind: The display's title.
         place: At its start; goes to the saved one before anything in the folder changes.
         source_names: Of the sources of data, to record the loss of each.
+        build_more: Builds what else may fail, before anything in the folder changes; all ranks.
 
     Yields:
         The run, and whether it goes on from a checkpoint.
@@ -84,7 +86,9 @@ def open_run(
     _check_equality(ranks, place)
     with ExitStack() as stack:
         ranks.on_first(lambda: stack.enter_context(held_output_dir(config.output_dir)), UserError)
-        run, is_resumed = _set_up(config, world, tokenizer, kind, place, source_names, stack)
+        run, is_resumed = _set_up(
+            config, world, tokenizer, kind, place, source_names, build_more, stack
+        )
         try:
             yield run, is_resumed
         except Interrupted:
@@ -104,6 +108,7 @@ def _set_up(
     kind: str,
     place: Resumable,
     source_names: Sequence[str],
+    build_more: Callable[[], None] | None,
     stack: ExitStack,
 ) -> tuple[Run, bool]:
     """Return the run, and whether it goes on from a checkpoint; see `open_run`."""
@@ -127,6 +132,8 @@ def _set_up(
     if saved is not None:
         position = saved["data"]
         ranks.together(lambda: place.load_state_dict(position))
+    if build_more is not None:
+        build_more()
     stop_signal = stack.enter_context(StopSignal(has_launcher=world.size > 1))
     run = Run(config, world, tokenizer, step, store, stop_signal, source_names)
     _open_record(run, saved, kind, stack, ranks)

@@ -1,8 +1,8 @@
 """One optimizer step on rollouts: forward, policy loss, and what it measured.
 
-Owns the use of the policy loss on packed rollouts, the trainer's log-probabilities before the
-first update, and the reference model. The step itself is `trainer.step`'s, the formulas
-`trainer.losses.rl`'s.
+Owns the use of the policy loss on packed rollouts, and the trainer's log-probabilities before the
+first update; those of the model that the run starts from are `reference.py`'s. The step itself is
+`trainer.step`'s, the formulas `trainer.losses.rl`'s.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint import start_model
 from trainer.clock import Clock
 from trainer.config import RLConfig
 from trainer.loops.rl.batches import (
@@ -24,12 +23,11 @@ from trainer.loops.rl.batches import (
     predicting,
     trained_rollouts,
 )
+from trainer.loops.rl.reference import Reference, token_log_probs
 from trainer.loops.run import Run
 from trainer.losses import perplexity
 from trainer.losses.rl import SUMS, PolicyTokens, policy_loss
-from trainer.model.causal_lm import CausalLM
 from trainer.model.inference import inference
-from trainer.parallel import build_mesh
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.watchdog import set_phase
 from trainer.rl.rollouts import Rollout
@@ -42,14 +40,13 @@ class Policy:
     Args:
         run: Under way.
         config: Of the run.
-
-    Collective: with `loss.kl_coef` above 0 builds a second, frozen model; all ranks construct.
+        reference: Built.
     """
 
-    def __init__(self, run: Run, config: RLConfig) -> None:
+    def __init__(self, run: Run, config: RLConfig, reference: Reference) -> None:
         self._run = run
         self._config = config
-        self._reference = _load_reference(run, config) if config.loss.kl_coef else None
+        self._reference = reference
 
     def step(
         self, clock: Clock, rollouts: Sequence[Rollout]
@@ -90,7 +87,7 @@ class Policy:
         found: dict[int, tuple[float, ...]] = {}
         for batch in policy_batches(packs, config, run.world, run.pad_id):
             with inference(run.model):
-                rows = _log_probs(run.model, batch, config.rollout.temperature).tolist()
+                rows = token_log_probs(run.model, batch, config.rollout.temperature).tolist()
             for row, pack in zip(rows, batch.packs, strict=False):
                 for rollout, where in zip(pack, predicting(pack), strict=True):
                     found[numbers[id(rollout)]] = tuple(row[where])
@@ -100,10 +97,7 @@ class Policy:
     def _share(self, batch: PolicyBatch, weight: Tensor, ranges: list[Tensor]) -> MicroLoss:
         """Run the forward of a micro-batch; its range of ratios goes into `ranges`."""
         packed = batch.packed
-        reference = None
-        if self._reference is not None:
-            with inference(self._reference):
-                reference = _log_probs(self._reference, batch, self._config.rollout.temperature)
+        reference_log_probs = self._reference.log_probs(batch)
         outputs = self._run.model(
             packed.input_ids_PS,
             position_ids=packed.position_ids_PS,
@@ -120,7 +114,7 @@ class Policy:
             sampler_log_probs=batch.sampler_log_probs_PS,
             old_log_probs=batch.old_log_probs_PS,
             anchor_log_probs=batch.old_log_probs_PS if is_recomputed else now,
-            reference_log_probs=reference,
+            reference_log_probs=reference_log_probs,
             advantages=batch.advantages_PS,
             weights=packed.weights_PS,
             completions=batch.completions_PS,
@@ -132,24 +126,6 @@ class Policy:
         total = terms.loss + self._config.model.load_balancing_coef * load_balancing
         leading = torch.stack([terms.loss.detach(), load_balancing.detach()]).double()
         return MicroLoss(total, torch.cat([leading, terms.sums]), outputs.expert_counts_LE)
-
-
-def _log_probs(model: CausalLM, batch: PolicyBatch, temperature: float) -> Tensor:
-    outputs = model(
-        batch.packed.input_ids_PS,
-        position_ids=batch.packed.position_ids_PS,
-        target_ids=batch.packed.target_ids_PS,
-        temperature=temperature,
-    )
-    return outputs.log_probs_PS
-
-
-def _load_reference(run: Run, config: RLConfig) -> CausalLM:
-    """Build the model that the run starts from, frozen."""
-    mesh = build_mesh(config.parallel, run.device.type)
-    model = start_model(config.model, mesh, seed=config.seed)
-    model.requires_grad_(False)
-    return model.eval()
 
 
 def _policy_metrics(

@@ -99,12 +99,15 @@ class Rounds:
         config: Of the run.
         place: Where the run stands; moved on.
         collector: Samples and scores.
+        policy: Trains.
     """
 
-    def __init__(self, run: Run, config: RLConfig, place: Place, collector: Collector) -> None:
+    def __init__(
+        self, run: Run, config: RLConfig, place: Place, collector: Collector, policy: Policy
+    ) -> None:
         self.collector = collector
         self.place = place
-        self.policy = Policy(run, config)
+        self.policy = policy
         self._run = run
         self._config = config
 
@@ -145,7 +148,7 @@ class Rounds:
             batch = self.collector.collect(
                 self.place.stream, self.place.round + 1, version, self._run.stop_if_asked
             )
-        except Interrupted:
+        except (Interrupted, UserError):
             # The run that resumes samples this batch anew, and the same.
             self.place.stream.load_state_dict(before)
             raise

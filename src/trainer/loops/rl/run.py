@@ -5,7 +5,8 @@ Owns the order. Read next: `rounds.py` (where a run stands), `collect.py` (rollo
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import fmean
 
 from transformers import PreTrainedTokenizerFast
@@ -18,7 +19,9 @@ from trainer.loops.assembly import open_run
 from trainer.loops.due import is_due
 from trainer.loops.rl.collect import Collector
 from trainer.loops.rl.plot import plot_metrics
+from trainer.loops.rl.policy import Policy
 from trainer.loops.rl.prompts import Prompt, Prompts, setup_prompts, tokenization
+from trainer.loops.rl.reference import Reference
 from trainer.loops.rl.rounds import Place, Rounds
 from trainer.loops.run import Run
 from trainer.model.inference import inference
@@ -45,8 +48,9 @@ def run_rl(config: RLConfig) -> None:
     """
     with open_world(config.parallel) as world:
         tokenizer, prompts, sampling, scorer = Ranks().together(lambda: _setup(config))
-        place = Place(config, prompts.train)
-        with open_run(config, world, tokenizer, "RL", place) as (run, is_resumed):
+        place, reference = Place(config, prompts.train), Reference(config, world)
+        opened = open_run(config, world, tokenizer, "RL", place, build_more=reference.build)
+        with opened as (run, is_resumed):
             run.say(prompts.description)
             engine = LocalEngine(
                 run.model,
@@ -56,7 +60,7 @@ def run_rl(config: RLConfig) -> None:
                 batch_size=config.rollout.batch_size,
             )
             collector = Collector(config, tokenizer, engine, sampling, scorer)
-            rounds = Rounds(run, config, place, collector)
+            rounds = Rounds(run, config, place, collector, Policy(run, config, reference))
             if is_resumed:
                 rounds.cut_rollouts()
             train(run, config, prompts, rounds)
@@ -95,6 +99,8 @@ def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
     """Train from where the run stands to `max_steps`.
 
     Raises:
+        UserError: a prompt cannot be used, or a reward failed and failures end the run; the state
+            is saved.
         Interrupted: a signal asked for an end; `open_run` saves the state.
         RuntimeError: the run has diverged.
 
@@ -106,15 +112,17 @@ def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
         at_start = {f"{name}_at_start": value for name, value in measured.items()}
 
     def measure() -> dict[str, float]:
-        return evaluate(run, rounds.collector, prompts.held_out, f"at {run.progress.step}")
+        with _saved_if_refused(run, rounds.place):
+            return evaluate(run, rounds.collector, prompts.held_out, f"at {run.progress.step}")
 
-    if not run.is_evaluated:
+    if prompts.held_out and not run.is_evaluated:
         run.evaluate(measure)
     while run.progress.step < config.max_steps:
         clock = Clock(run.device)
         clock.mark("start")
         with run.profiler.step(run.progress.step + 1):
-            rollouts, rollout_metrics = rounds.next_rollouts()
+            with _saved_if_refused(run, rounds.place):
+                rollouts, rollout_metrics = rounds.next_rollouts()
             record, policy_metrics = rounds.policy.step(clock, rollouts)
         run.log(record, rollout_metrics | policy_metrics | at_start)
         at_start = {}
@@ -126,10 +134,30 @@ def train(run: Run, config: RLConfig, prompts: Prompts, rounds: Rounds) -> None:
         run.save_if_due(rounds.place.state_dict())
 
 
+@contextmanager
+def _saved_if_refused(run: Run, place: Place) -> Iterator[None]:
+    """Save the state before the block where a user's error ends it: once mended, the run goes on.
+
+    Collective: then as `Run.save_if_due`; the block raises on all ranks.
+    """
+    try:
+        yield
+    except UserError as error:
+        step = run.progress.step
+        if step == 0:
+            raise
+        run.save_if_due(place.state_dict(), now=True)
+        run.store.wait()
+        raise UserError(f"{error}; the state after step {step} is saved") from None
+
+
 def evaluate(
     run: Run, collector: Collector, held_out: Sequence[Prompt], moment: str
 ) -> dict[str, float]:
     """Answer the held-out prompts greedily; return the pass rate and the mean scores.
+
+    Raises:
+        Interrupted: a signal asked for an end.
 
     Collective: as `Collector.evaluate`.
     """
