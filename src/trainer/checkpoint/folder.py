@@ -40,6 +40,12 @@ def recover(root: Path) -> None:
         )
 
 
+def free_mib(root: Path) -> float:
+    """Return the free space where checkpoints lie: torch's errors do not say that it is out."""
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    return shutil.disk_usage(existing).free / 2**20
+
+
 def prune(root: Path, newest: int, keep_last: int | None, keep_every: int | None) -> None:
     """Delete what need not be kept, and the leftovers of interrupted writes.
 

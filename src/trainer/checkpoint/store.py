@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.checkpoint.background import BackgroundWrite
-from trainer.checkpoint.folder import recover
+from trainer.checkpoint.folder import free_mib, recover
 from trainer.checkpoint.manifest import Manifest, read_manifest
 from trainer.checkpoint.reader import load_into, log_what_differs, open_checkpoint
 from trainer.checkpoint.snapshot import capture, copy_to_host
@@ -187,7 +187,8 @@ class CheckpointStore:
         kept = "no checkpoint yet" if latest is None else f"step_{latest} is the latest"
         return RuntimeError(
             f"step_{step} could not be saved in {self.root}: {failure}; the training state is "
-            f"untouched and {kept}: mend the cause, then resume"
+            f"untouched and {kept}: mend the cause ({free_mib(self.root):,.1f} MiB are free "
+            "there), then resume"
         )
 
     def _log_resume(self, step: int) -> None:

@@ -21,7 +21,7 @@ from trainer.errors import Interrupted, UserError
 from trainer.loops.display import Display
 from trainer.loops.plan_file import describe_plan, kernel_choices
 from trainer.loops.run import Run
-from trainer.loops.run_folder import held_output_dir, resolve_resume, write_config
+from trainer.loops.run_folder import held_output_dir, naming, resolve_resume, write_config
 from trainer.metrics import MetricsWriter
 from trainer.optim import setup_optimizer
 from trainer.parallel import build_mesh
@@ -175,7 +175,6 @@ def _open_record(
 
     def open_on_first() -> None:
         config = run.config
-        run.folder.mkdir(parents=True, exist_ok=True)
         resume_step = None if saved is None else run.progress.step
         writer = MetricsWriter(
             run.folder,
@@ -192,7 +191,8 @@ def _open_record(
             run.writer.restore(run.progress.step, saved["metrics"])
         run.display = stack.enter_context(Display(config.max_steps, run.progress.step, kind))
 
-    ranks.on_first(open_on_first, UserError, OSError)
+    with naming(run.config.output_dir):
+        ranks.on_first(open_on_first, UserError, OSError)
 
 
 def _check_equality(ranks: Ranks, place: Resumable) -> None:

@@ -32,21 +32,33 @@ def held_output_dir(output_dir: str) -> Iterator[None]:
     """
     folder = Path(output_dir)
     with ExitStack() as stack:
-        try:
+        with naming(output_dir):
             stack.enter_context(hold(folder))
             for place in (folder / name for name in FOLDERS):
                 if place.exists() and not place.is_dir():
                     raise NotADirectoryError(f"{place} is no folder")
-        except BlockingIOError:
-            raise UserError(
-                f"output_dir={output_dir!r}: another run is writing there; wait until it ends, or "
-                "choose another"
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"output_dir={output_dir!r}: a run cannot write there ({error}); choose another"
-            ) from error
         yield
+
+
+@contextmanager
+def naming(output_dir: str) -> Iterator[None]:
+    """Give the system's refusal to write the name of the folder that the user typed.
+
+    Raises:
+        UserError: the block raised an OSError.
+    """
+    try:
+        yield
+    except BlockingIOError:
+        raise UserError(
+            f"output_dir={output_dir!r}: another run is writing there; wait until it ends, or "
+            "choose another"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"output_dir={output_dir!r}: a run cannot write there ({error}); choose another, or "
+            "make room"
+        ) from error
 
 
 def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
@@ -77,7 +89,6 @@ def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
 def write_config(config: RunConfig, *, resumed: bool) -> Path:
     """Write the resolved config under the name that the launch calls for; return its path."""
     folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.toml"
     if resumed:
         number = 1

@@ -209,7 +209,7 @@ def test_failure_to_write_leaves_everything_as_it_was(
         with pytest.raises(
             RuntimeError,
             match=r"step_2 could not be saved .*No space left on device; the training state is "
-            r"untouched and step_1 is the latest",
+            r"untouched and step_1 is the latest: mend the cause \([\d.,]+ MiB are free there\)",
         ):
             save()
     assert [path.name for path in root.iterdir()] == ["step_1"]

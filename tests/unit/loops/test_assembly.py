@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import shutil
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.tiny import row, write_tiny_run
 from trainer.cli.main import main
 from trainer.errors import UserError
+from trainer.loops import assembly
 from trainer.loops.assembly import _check_vocabulary
 
 LATEST = ["--ckpt.resume", "latest"]
@@ -143,3 +145,15 @@ def test_ids_with_gaps_must_have_rows_too(largest_id, is_refused):
     refusal = pytest.raises(UserError, match="ids reach 96, the model's vocab_size=96")
     with refusal if is_refused else nullcontext():
         _check_vocabulary(96, tokenizer)
+
+
+def test_a_disk_that_is_full_at_the_start_is_named_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(assembly, "write_config", refuse)
+    assert main(write_tiny_run(tmp_path)) == 2
+    message = f"output_dir='{tmp_path}/run': a run cannot write there ([Errno 28] No space left"
+    assert message in capsys.readouterr().err

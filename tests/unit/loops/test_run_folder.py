@@ -79,6 +79,7 @@ def test_a_step_asked_for_and_not_there_is_refused(tmp_path: Path, store: Checkp
 
 
 def test_each_launch_writes_its_config_under_a_name_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
     written = [write_config(config(tmp_path, "latest"), resumed=n > 0) for n in range(3)]
     names = [path.name for path in written]
     assert names == ["config.toml", "config.resume-1.toml", "config.resume-2.toml"]

@@ -58,8 +58,7 @@ class PretrainStream:
         """Return the next packs of the global order.
 
         Raises:
-            UserError: all sources have ended.
-            UserError: a source cannot be read.
+            UserError: all sources have ended, or one cannot be read.
         """
         return [self._next_pack() for _ in range(num_packs)]
 
