@@ -23,6 +23,7 @@ from trainer.data.function import FunctionRows
 from trainer.data.jsonl import JsonLines
 from trainer.data.order import permuted
 from trainer.data.reasoning_gym import ReasoningGymRows
+from trainer.data.rows import BadRow
 from trainer.errors import UserError
 
 _SUFFIXES = (".jsonl", ".parquet")
@@ -106,7 +107,10 @@ class TableRows:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return _without_nulls(self._table[index])
+        try:
+            return _without_nulls(self._table[index])
+        except UnicodeDecodeError as error:
+            raise BadRow("not_unicode", f"its text is not UTF-8 ({error}): mend it") from error
 
     def where(self, index: int) -> str:
         """Return the table's name and the row, from 1."""

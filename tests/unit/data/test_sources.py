@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.rows import chat_row, write_jsonl
 from trainer.config.data import FilesSource, HubSource, MixSource, ReasoningGymSource
+from trainer.data.rows import BadRow
 from trainer.data.sources import ChainedRows, SplitRows, open_rows, open_sources
 from trainer.errors import UserError
 
@@ -38,6 +39,16 @@ def test_parquet_rows_lose_the_nulls_that_arrow_adds(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
     rows = open_rows(FilesSource(path=str(path)), "data.source")
     assert [rows[i] for i in range(4)] == ROWS
+
+
+def test_text_that_is_not_utf8_makes_a_bad_row(tmp_path: Path) -> None:
+    prompts = pyarrow.array([b"a", b"\xff"]).view(pyarrow.string())
+    table = pyarrow.table({"prompt": prompts, "completion": ["x", "y"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = open_rows(FilesSource(path=str(tmp_path / "a.parquet")), "data.source")
+    assert rows[0] == {"prompt": "a", "completion": "x"}
+    with pytest.raises(BadRow, match=r"its text is not UTF-8 .*0xff"):
+        rows[1]
 
 
 def test_a_hub_data_set_is_read_by_name(tmp_path: Path) -> None:

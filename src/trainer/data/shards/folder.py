@@ -65,7 +65,7 @@ def begin(folder: Path, plan: dict[str, Any], tokenizer: PreTrainedTokenizerFast
     """
     path = folder / PLAN
     if path.exists():
-        _compare(folder, json.loads(path.read_text()), plan)
+        _compare(folder, _read_plan(path), plan)
     elif any(entry.name not in (LOCK, f"{PLAN}.partial") for entry in folder.iterdir()):
         raise UserError(
             f"DST={str(folder)!r} is not empty and holds no token shards: give a new or empty "
@@ -79,6 +79,17 @@ def begin(folder: Path, plan: dict[str, Any], tokenizer: PreTrainedTokenizerFast
             partial = folder / "tokenizer.partial"
             tokenizer.save_pretrained(partial)
             partial.rename(folder / "tokenizer")
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    try:
+        plan = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(
+            f"DST={str(path.parent)!r}: {path} is damaged ({error}): give another folder, or empty "
+            "this one"
+        ) from error
+    return plan if isinstance(plan, dict) else {}
 
 
 def _compare(folder: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class ShardJob:
     name: str
     start: int
     stop: int
-    dtype: str
+    dtype: Literal["<u2", "<u4"]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def finished(job: ShardJob) -> Shard | None:
     folder = job.request.folder
     try:
         shard = Shard(**json.loads(_record_path(job).read_text()))
-    except (FileNotFoundError, json.JSONDecodeError, TypeError):
+    except (FileNotFoundError, ValueError, TypeError):
         return None
     sizes = {
         tokens_path(folder, job.name): shard.num_tokens * np.dtype(job.dtype).itemsize,

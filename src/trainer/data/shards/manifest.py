@@ -9,15 +9,15 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
 from trainer.data.text.encode import TokenizerIdentity
 from trainer.errors import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = "trainer token shards 1"
-DTYPES = ("<u2", "<u4")
-"""Of ids: the smaller where it holds them all."""
 ENDS_DTYPE = "<i8"
 _CHUNK_BYTES = 1 << 24
 
@@ -36,9 +36,9 @@ class Shard:
     """
 
     name: str
-    num_documents: int
-    num_tokens: int
-    num_bytes: int
+    num_documents: NonNegativeInt
+    num_tokens: NonNegativeInt
+    num_bytes: NonNegativeInt
     tokens_checksum: str
     ends_checksum: str
 
@@ -54,7 +54,7 @@ class Manifest:
         shards: in order.
     """
 
-    dtype: str
+    dtype: Literal["<u2", "<u4"]
     tokenizer: TokenizerIdentity
     source: dict[str, Any]
     shards: tuple[Shard, ...]
@@ -69,20 +69,9 @@ class Manifest:
         return {"format": FORMAT, **totals, **asdict(self)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Manifest":
-        """Return what `to_json` was called on; KeyError, TypeError or ValueError on other JSON."""
-        if value["dtype"] not in DTYPES:
-            raise ValueError(f"dtype {value['dtype']!r}")
-        tokenizer: dict[str, Any] = {
-            **value["tokenizer"],
-            "start": tuple(value["tokenizer"]["start"]),
-        }
-        return cls(
-            dtype=value["dtype"],
-            tokenizer=TokenizerIdentity(**tokenizer),
-            source=value["source"],
-            shards=tuple(Shard(**shard) for shard in value["shards"]),
-        )
+    def from_json(cls, text: bytes) -> "Manifest":
+        """Return what `to_json` was called on; ValueError on other JSON."""
+        return TypeAdapter(cls).validate_json(text, strict=True)
 
 
 def tokens_path(folder: Path, name: str) -> Path:
@@ -107,23 +96,31 @@ def read_manifest(folder: Path, field: str) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        value = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        value = json.loads(text)
         if value["format"] == FORMAT:
-            return Manifest.from_json(value)
+            return Manifest.from_json(text)
     except OSError as error:
         raise UserError(
             f"{field}.path={str(folder)!r}: {path} cannot be read ({error.strerror}): give a "
             "folder that 'trainer tokenize SRC DST' has finished; run it again to resume"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{field}.path={str(folder)!r}: {path} is damaged ({error!r}): restore it, or tokenize "
-            "the text again"
+            f"{field}.path={str(folder)!r}: {path} is damaged ({_fault(error)}): restore it, or "
+            "tokenize the text again"
         ) from error
     raise UserError(
         f"{field}.path={str(folder)!r}: {path} has format {value['format']!r}, this version reads "
         f"{FORMAT!r}: tokenize the text again"
     )
+
+
+def _fault(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return repr(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def write_json(path: Path, value: Any) -> None:

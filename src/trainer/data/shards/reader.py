@@ -161,18 +161,19 @@ def _check_shard(folder: Path, shard: Shard, token_bytes: int, field: str, verif
     ):
         try:
             found = path.stat().st_size
-        except FileNotFoundError:
+            is_intact = found != expected or not verify or checksum(path) == digest
+        except OSError as error:
             raise UserError(
-                f"{field}: shard {path} is missing: copy it again, or run 'trainer tokenize' again "
-                "(it makes what is missing)"
-            ) from None
+                f"{field}: shard {path} is missing or cannot be read ({error.strerror}): copy it "
+                "again, or run 'trainer tokenize' again (it makes what is missing)"
+            ) from error
         if found != expected:
             raise UserError(
                 f"{field}: shard {path} has {found} bytes and should have {expected}: it is "
                 "truncated or another file; copy it again, or remove it and run 'trainer tokenize' "
                 "again"
             )
-        if verify and checksum(path) != digest:
+        if not is_intact:
             raise UserError(
                 f"{field}: shard {path} does not have the checksum of its manifest: it is damaged; "
                 "copy it again, or remove it and run 'trainer tokenize' again"

@@ -25,7 +25,7 @@ from trainer.data.shards.job import (
     opened,
     write_shard,
 )
-from trainer.data.shards.manifest import DTYPES, MANIFEST, Manifest, Shard, write_json
+from trainer.data.shards.manifest import MANIFEST, Manifest, Shard, write_json
 from trainer.data.text.encode import TokenizerIdentity, identify
 from trainer.data.text.pages import NumberedPages
 from trainer.data.text.sources import open_numbered
@@ -79,8 +79,7 @@ def _plan_jobs(
     request: TokenizeRequest, pages: NumberedPages, identity: TokenizerIdentity
 ) -> list[ShardJob]:
     per_shard = max(1, request.shard_bytes * pages.num_pages // max(1, pages.num_bytes))
-    narrow, wide = DTYPES
-    dtype = narrow if identity.num_ids <= 1 << 16 else wide
+    dtype = "<u2" if identity.num_ids <= 1 << 16 else "<u4"
     return [
         ShardJob(
             request,

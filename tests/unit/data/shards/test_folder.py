@@ -52,6 +52,13 @@ def test_a_folder_is_begun_again_wherever_the_first_command_was_killed(tmp_path,
     assert (tmp_path / "tokenizer" / "tokenizer_config.json").exists()
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff"])
+def test_a_damaged_plan_is_refused(tmp_path, content):
+    (tmp_path / PLAN).write_bytes(content)
+    with pytest.raises(UserError, match=r"plan\.json is damaged \(.*empty this one"):
+        begin(tmp_path, {"tokenizer": "a"}, build_byte_tokenizer())
+
+
 def test_another_plan_is_refused_by_what_differs(tmp_path):
     tokenizer = build_byte_tokenizer()
     begin(tmp_path, {"tokenizer": "a", "size of shards": 3}, tokenizer)

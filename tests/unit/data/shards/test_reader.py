@@ -83,6 +83,9 @@ def test_a_missing_or_truncated_shard_is_refused_by_name(folder, suffix):
     path.unlink()
     with pytest.raises(UserError, match=rf"shard .*shard-00000\.{suffix} is missing"):
         open_folder(folder)
+    path.symlink_to(path)
+    with pytest.raises(UserError, match=rf"shard-00000\.{suffix} is .*Too many levels of symbolic"):
+        open_folder(folder)
 
 
 def test_a_damaged_shard_is_refused_when_asked_to_verify(folder):
@@ -127,7 +130,27 @@ def test_a_folder_that_is_not_finished_is_refused(folder, content, message):
 def test_ids_of_a_dtype_that_is_never_written_are_refused(folder):
     path = folder / MANIFEST
     path.write_text(path.read_text().replace('"<u2"', '"<u3"'))
-    with pytest.raises(UserError, match=r"manifest\.json is damaged .*dtype '<u3'"):
+    with pytest.raises(UserError, match=r"manifest\.json is damaged \(dtype: .*'<u2' or '<u4'"):
+        open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("tokenizer", "num_ids", "259"),
+        ("tokenizer", "start", [None]),
+        ("shards", "tokens_checksum", None),
+        ("shards", "num_documents", -1),
+        ("shards", "num_tokens", 1.5),
+        ("shards", "name", 3),
+    ],
+)
+def test_a_manifest_with_a_field_of_another_kind_is_refused(folder, part, name, value):
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text())
+    (manifest["shards"][0] if part == "shards" else manifest["tokenizer"])[name] = value
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=rf"manifest\.json is damaged \({part}\.(0\.)?{name}"):
         open_folder(folder)
 
 

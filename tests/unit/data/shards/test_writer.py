@@ -76,9 +76,10 @@ def test_shards_of_another_size_do_not_join_those_that_are_there(request_):
         tokenize(replace(request_, shard_bytes=num_bytes * 4 // 9 + 9), lambda line: None)
 
 
-def test_a_damaged_record_is_made_again(request_):
+@pytest.mark.parametrize("content", [b'{"name": ', b"\xff", b"[]", b'{"name": 1}'])
+def test_a_damaged_record_is_made_again(request_, content):
     whole = tokenize(request_, lambda line: None)
-    (request_.folder / "shard-00001.json").write_text('{"name": ')
+    (request_.folder / "shard-00001.json").write_bytes(content)
     assert tokenize(request_, lambda line: None) == whole
 
 
