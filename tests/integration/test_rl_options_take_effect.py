@@ -130,5 +130,6 @@ def test_variants_show_in_the_metrics(metrics):
     assert truncated["rollout/truncated"] == 1.0
     assert truncated["progress/trained_tokens"] == 0
     assert truncated["loss/mean"] == 0.0
+    assert {truncated[f"ratio/{name}"] for name in ("mean", "min", "max", "sampler_mean")} == {1.0}
     assert metrics["resampled"]["rollout/resampled_groups"] == 8
     assert metrics["entropy bonus"]["loss/mean"] != metrics["adamw"]["loss/mean"]

@@ -95,6 +95,9 @@ def open_run(
             run.save_if_due(place.state_dict(), now=True)
             run.store.wait()  # a write in the background is the checkpoint that was promised
             raise
+        except UserError:
+            run.store.wait()  # so is the one that a refusal in mid-run speaks of
+            raise
         except Diverged:
             run.write_last_record()
             raise

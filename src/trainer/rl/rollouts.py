@@ -12,6 +12,9 @@ from typing import Any, Self
 
 from trainer.rl.advantages import is_constant
 
+LINE_BREAKS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+"""What JSON leaves as it is and some readers take for the end of a line, escaped."""
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -95,7 +98,6 @@ def rollout_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
             f"reward/{name}": fmean(rollout.scores[name] for rollout in rollouts)
             for name in rollouts[0].scores
         },
-        "reward/errors": sum(rollout.num_errors for rollout in rollouts),
         "rollout/pass_rate": fmean(rollout.is_pass for rollout in rollouts),
         "rollout/length_mean": fmean(lengths),
         "rollout/length_max": max(lengths),
@@ -109,8 +111,9 @@ def write_rollouts(rollouts: Sequence[Rollout], folder: Path, step: int) -> None
     """Write `step_N.jsonl`, one rollout a line, N the step that first trains on them."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(rollout.state_dict(), ensure_ascii=False) for rollout in rollouts]
+    text = "".join(line.translate(LINE_BREAKS) + "\n" for line in lines)
     beside = folder / f"step_{step}.partial"
-    beside.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(folder / f"step_{step}.jsonl")
 
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 from tests.support.rollouts import ROLLOUTS
 from trainer.rl.rollouts import Rollout, cut_rollouts_after, in_groups, write_rollouts
@@ -18,6 +19,14 @@ def test_files_hold_one_rollout_a_line_and_later_ones_are_cut(tmp_path):
     assert [Rollout.from_state(json.loads(line)) for line in lines] == ROLLOUTS
     cut_rollouts_after(folder, 3)
     assert sorted(path.name for path in folder.iterdir()) == ["step_1.jsonl", "step_3.jsonl"]
+
+
+def test_text_with_line_breaks_of_unicode_stays_on_its_line(tmp_path):
+    rollout = replace(ROLLOUTS[0], completion="a\x85b\u2028c\u2029d é")
+    write_rollouts([rollout, rollout], tmp_path, 1)
+    text = (tmp_path / "step_1.jsonl").read_text()
+    assert [Rollout.from_state(json.loads(line)) for line in text.splitlines()] == [rollout] * 2
+    assert "é" in text
 
 
 def test_groups_are_runs_of_rollouts():

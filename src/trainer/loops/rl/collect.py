@@ -94,7 +94,7 @@ class Collector:
         self._engine.push_weights(version)
         next_groups = partial(self._next_groups, stream, round_number, before_batch)
         groups = next_groups(rollout.num_prompts, 0)
-        num_resampled = 0
+        sampled = list(groups)
         for attempt in range(1, rollout.resample + 1):
             constant = [
                 i for i, group in enumerate(groups) if is_constant([r.reward for r in group])
@@ -105,14 +105,16 @@ class Collector:
             fresh = next_groups(len(constant), first)
             for index, group in zip(constant, fresh, strict=True):
                 groups[index] = group
-            num_resampled += len(constant)
+            sampled += fresh
         seconds = time.perf_counter() - began
         numbered = tuple(self._compare(group, number) for number, group in enumerate(groups))
-        num_tokens = sum(len(sample.ids) for group in numbered for sample in group)
+        # Groups that were replaced took their time and had their errors too.
+        everything = [rollout for group in sampled for rollout in group]
         metrics = rollout_metrics(numbered) | {
-            "rollout/resampled_groups": num_resampled,
+            "reward/errors": sum(rollout.num_errors for rollout in everything),
+            "rollout/resampled_groups": len(sampled) - len(groups),
             "rollout/weights_version": version,
-            "rollout/tokens_per_second": num_tokens / seconds,
+            "rollout/tokens_per_second": sum(len(r.ids) for r in everything) / seconds,
             "time/rollout": seconds,
         }
         return RolloutBatch(numbered, metrics)

@@ -131,17 +131,18 @@ class Policy:
 def _policy_metrics(
     measured: Sequence[float], extremes: Sequence[float], config: RLConfig
 ) -> dict[str, float]:
-    sums = dict(zip(SUMS, measured, strict=True))
-    count = max(sums["num_tokens"], 1)
-    means = {name: value / count for name, value in sums.items()}
-    has_tokens = sums["num_tokens"] > 0
+    num_tokens, *sums = measured
+    means = {name: total / max(num_tokens, 1) for name, total in zip(SUMS[1:], sums, strict=True)}
+    smallest, largest = -extremes[0], extremes[1]
+    if not num_tokens:  # all were truncated and masked: no ratio differs from 1
+        means["ratio"] = means["importance"] = smallest = largest = 1.0
     metrics = {
         "loss/perplexity": perplexity(means["nll"]),
         "entropy/mean": means["entropy"],
         "mismatch_kl/mean": means["mismatch_kl"],
         "ratio/mean": means["ratio"],
-        "ratio/min": -extremes[0] if has_tokens else 1.0,
-        "ratio/max": extremes[1] if has_tokens else 1.0,
+        "ratio/min": smallest,
+        "ratio/max": largest,
         "ratio/sampler_mean": means["importance"],
         "ratio/masked": means["masked"],
         "clip_fraction": means["clipped"],

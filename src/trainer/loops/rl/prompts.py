@@ -190,7 +190,7 @@ class PromptStream:
                 return prompt
         raise UserError(
             f"env.source: none of its {len(rows)} rows can be used ({dict(self._reader.counts)}): "
-            "give rows that can, or change env.on_bad_row, data.overlong or data.seq_len"
+            "give rows that can, or change env.on_bad_row, data.overlong, data.seq_len or [val]"
         )
 
 

@@ -147,7 +147,6 @@ def _saved_if_refused(run: Run, place: Place) -> Iterator[None]:
         if step == 0:
             raise
         run.save_if_due(place.state_dict(), now=True)
-        run.store.wait()
         raise UserError(f"{error}; the state after step {step} is saved") from None
 
 

@@ -149,6 +149,19 @@ def test_constant_groups_are_replaced_by_further_prompts(
     assert len(seeds) > 1
 
 
+def fails_before_the_sixth_prompt(sample):
+    return 1 / max(0, int(sample.question.removeprefix("question ")) - 5) + len(sample.completion)
+
+
+def test_failures_in_groups_that_are_replaced_count_too(tmp_path, rewards_module):
+    rewards = [function_reward(rewards_module, fails_before_the_sixth_prompt)]
+    with serve() as (_, engine):
+        changes = {"rollout": {"resample": 2}, "env": {"shuffle": False}}
+        batch = collect(tmp_path, engine, rewards, **changes)
+    assert not any(rollout.num_errors for group in batch.groups for rollout in group)
+    assert batch.metrics["reward/errors"] == 6 * 3
+
+
 def test_a_failing_reward_is_counted_or_ends_the_run(tmp_path, rewards_module):
     rewards = [function_reward(rewards_module, broken_on_some)]
     with serve() as (_, engine):
