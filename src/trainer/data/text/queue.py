@@ -44,6 +44,10 @@ class Piece:
         weights = (targets != MASKED).astype(np.float32)
         return Document(ids[: len(self)], targets, weights, self.source)
 
+    def to_json(self) -> list[Any]:
+        """Return where it lies."""
+        return [*self.place.to_json(), self.start, self.stop]
+
     def until(self, stop: int) -> "Piece":
         """Return the part before a position."""
         return Piece(self.place, self.ids, self.start, stop, self.source)
@@ -70,6 +74,8 @@ class PackQueue:
         self._config = config
         self._source = source
         self._open: list[Piece] = []
+        self._rest: Piece | None = None
+        """Of a document whose pieces are more than may be open at once."""
 
     def next_pack(self) -> Pack | None:
         """Return the next pack; the last of a source that ends may be partly empty, then None.
@@ -85,8 +91,9 @@ class PackQueue:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, ready for JSON; as long for a million packs as for ten."""
-        pieces = [[*piece.place.to_json(), piece.start, piece.stop] for piece in self._open]
-        return {"reader": self.reader.state_dict(), "open": pieces}
+        rest = None if self._rest is None else self._rest.to_json()
+        pieces = [piece.to_json() for piece in self._open]
+        return {"reader": self.reader.state_dict(), "open": pieces, "rest": rest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position, reading again what was open.
@@ -95,11 +102,13 @@ class PackQueue:
             UserError: that is no longer there.
         """
         self.reader.load_state_dict(state["reader"])
-        saved = list(enumerate(state["open"]))
+        rest = state.get("rest")
+        saved = list(enumerate([*state["open"], rest] if rest else state["open"]))
         # Page by page: documents of one page may stand anywhere in the queue.
         saved.sort(key=lambda entry: (entry[1][0], entry[1][1]))
         read = {index: self._reread(*entry) for index, entry in saved}
-        self._open = [read[index] for index in range(len(read))]
+        self._open = [read[index] for index in range(len(state["open"]))]
+        self._rest = read.get(len(state["open"]))
 
     def _fill(self) -> list[Piece]:
         """Fill a pack to the brim; what is left of the last document goes to the end of the queue.
@@ -125,14 +134,21 @@ class PackQueue:
 
     def _refill(self) -> None:
         while len(self._open) < self._config.pack_lookahead:
-            drawn = self.reader.next()
-            if drawn is None:
+            piece = self._rest or self._draw()
+            if piece is None:
                 return
-            place, ids = drawn
-            step = len(ids) if self._config.split_documents else self._config.seq_len
-            for start in range(0, len(ids), step):
-                stop = min(start + step, len(ids))
-                self._open.append(Piece(place, ids, start, stop, self._source))
+            num_tokens = len(piece) if self._config.split_documents else self._config.seq_len
+            stop = min(piece.start + num_tokens, piece.stop)
+            self._open.append(piece.until(stop))
+            self._rest = piece.after(stop) if stop < piece.stop else None
+
+    def _draw(self) -> Piece | None:
+        """Return the next document as one piece; None at the end of the source."""
+        drawn = self.reader.next()
+        if drawn is None:
+            return None
+        place, ids = drawn
+        return Piece(place, ids, 0, len(ids), self._source)
 
     def _reread(self, epoch: int, cursor: list[int], row: int, start: int, stop: int) -> Piece:
         place = Place.from_json([epoch, cursor, row])

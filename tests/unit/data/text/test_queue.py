@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -62,3 +64,28 @@ def test_open_documents_take_turns(tmp_path):
     assert letters[4:] == letters[:4]
     one_by_one = pretrain_data(source, pack_lookahead=1).train.next_packs(8)
     assert len({chr(pack.documents[0].ids[0]) for pack in one_by_one}) == 1
+
+
+def test_a_long_document_takes_one_line_of_a_position_whatever_its_length(tmp_path):
+    documents = ["first", "long " * 4000, *texts(20)]
+    source = {"type": "files", "path": str(write_jsonl_texts(tmp_path / "a.jsonl", documents))}
+    settings = {"split_documents": False, "shuffle": False, "seq_len": 16, "pack_lookahead": 4}
+    stream = pretrain_data(source, **settings).train
+    stream.next_packs(500)
+    state = json.loads(json.dumps(stream.state_dict()))
+    assert len(state["queues"][0]["open"]) == 4
+    other = pretrain_data(source, **settings).train
+    other.load_state_dict(state)
+    assert pack_ids(other.next_packs(900)) == pack_ids(stream.next_packs(900))
+    once = {"source": source, "max_packs": 10_000}
+    packs = pretrain_data(source, val=once, **settings).validation_packs
+    assert sorted(trained_pairs(packs)) == sorted(every_pair(documents))
+
+
+def test_a_position_without_a_rest_is_one_of_an_older_version(source):
+    stream, other = (pretrain_data(source, split_documents=False).train for _ in range(2))
+    stream.next_packs(3)
+    state = stream.state_dict()
+    del state["queues"][0]["rest"]
+    other.load_state_dict(state)
+    assert pack_ids(other.next_packs(5)) == pack_ids(stream.next_packs(5))
