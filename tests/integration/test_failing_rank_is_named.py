@@ -43,11 +43,29 @@ def test_error_that_only_another_rank_has_is_said_and_stops_all():
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_device_that_only_one_rank_lacks_stops_all(lacking):
+    code = PROLOGUE + (
+        "import sys\n"
+        "from trainer.errors import UserError\n"
+        f"torch.cuda.device_count = lambda: 0 if rank == {lacking} else 2\n"
+        "torch.cuda.set_device = lambda device: None\n"
+        "try:\n"
+        "    with open_world(ParallelConfig(device='cuda')): pass\n"
+        "except UserError as error:\n"
+        "    print(error)\n"
+        "    sys.exit(2)\n"
+    )
+    for ended in launch_ranks(2, code):
+        assert ended.status == 2, ended.err
+        assert f"parallel.device='cuda': local rank {lacking} has no GPU, 0 found" in ended.out
+
+
 def test_data_that_only_one_rank_lacks_stops_all_with_its_name(tmp_path):
     words = write_tiny_run(tmp_path)
     (tmp_path / "rows.jsonl").rename(tmp_path / "1.jsonl")
     path = f"{tmp_path}/ON_RANK_1.jsonl"
-    first, second = launch_ranks(2, MAIN, *words, "--data.source.path", path, timeout_s=60)
+    first, second = launch_ranks(2, MAIN, *words, "--data.source.path", path)
     assert (first.status, second.status) == (2, 2)
     assert "error: rank 1: data.source.path=" in first.err
     assert "x.jsonl' does not exist" in first.err
@@ -60,7 +78,7 @@ def test_a_row_that_only_one_rank_lacks_in_mid_run_is_the_only_message_and_loses
     (tmp_path / "rows.jsonl").rename(tmp_path / "1.jsonl")
     (tmp_path / "x.jsonl").write_text("\n".join([*lines[:250], "{", *lines[251:]]))
     words += ["--data.source.path", f"{tmp_path}/ON_RANK_1.jsonl", "--data.shuffle", "false"]
-    first, second = launch_ranks(2, MAIN, *words, "--max-steps", "99", timeout_s=60)
+    first, second = launch_ranks(2, MAIN, *words, "--max-steps", "99")
     assert (first.status, second.status) == (2, 2)
     assert f"error: rank 1: {tmp_path}/x.jsonl:251: the line is not JSON" in first.err
     assert "Traceback" not in first.err + second.err
@@ -78,7 +96,7 @@ def test_collective_that_outlasts_the_timeout_names_the_rank_that_hangs_and_its_
         "    set_phase('forward_backward')\n"
         "    dist.all_reduce(torch.ones(1))\n"
     )
-    first, second = launch_ranks(2, code, timeout_s=60)
+    first, second = launch_ranks(2, code)
     assert (first.status, second.status) == (1, 1)
     assert "rank 0 is in phase 'forward_backward'" in first.err
     assert "it waits for rank 1, last seen in phase 'data'" in first.err
@@ -94,7 +112,7 @@ def test_rank_that_dies_takes_the_others_down_at_once():
         "    if rank == 1: os._exit(9)\n"
         "    dist.all_reduce(torch.ones(1))\n"
     )
-    first, second = launch_ranks(2, code, timeout_s=60)
+    first, second = launch_ranks(2, code)
     assert (first.status, second.status) == (1, 9)
     assert "failed: rank 0 is in phase 'optimizer'" in first.err
     assert "Traceback" in first.err
@@ -110,6 +128,6 @@ def test_signal_to_one_rank_stops_all_after_the_same_step():
         "        if (signum := stop.agreed()) is not None: break\n"
         "    print(step, signum)\n"
     )
-    first, second = launch_ranks(2, code, timeout_s=60)
+    first, second = launch_ranks(2, code)
     assert first.out == second.out
     assert first.out.split()[1] == "15"

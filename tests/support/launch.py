@@ -21,7 +21,7 @@ class Ended:
 
 
 def launch_ranks(
-    world_size: int, code: str, *args: str, timeout_s: float = 120.0, has_launcher: bool = True
+    world_size: int, code: str, *args: str, timeout_s: float = 240.0, has_launcher: bool = True
 ) -> list[Ended]:
     """Run `python -c code args` as every rank of a world; return how each ended, by rank.
 

@@ -1,6 +1,6 @@
 """The device mesh: which axes the ranks form, and the submeshes that parameters live on.
 
-Owns sizes and names of the axes. Does not own start-up of the process group (`world.py`) nor what
+Owns sizes and names of the axes. Does not own start-up of the process group (`group.py`) nor what
 is sharded over which axis (`fsdp.py`, read next).
 """
 
@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
-from trainer.seat import read_seat
+from trainer.parallel.group import start_group
+from trainer.seat import Seat, read_seat
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
@@ -82,8 +83,10 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
     Collective: all ranks; creates the group of every axis, bounded by `parallel.timeout_s`, and
         runs one all-reduce in each, always in the same order.
     """
+    timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
-        _start_group(config, device_type)
+        seat = _script_seat()
+        start_group(seat, _script_device(device_type, seat), timeout)
     sizes = resolve_sizes(config, dist.get_world_size())
     mesh = init_device_mesh(
         device_type,
@@ -91,7 +94,7 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
         mesh_dim_names=(DP_REPLICATE, DP_SHARD_MOD_EP, EP),
     )
     groups = [*mesh.get_all_groups(), dense_mesh(mesh).get_group(DP_SHARD)]
-    _limit(groups, timedelta(seconds=config.timeout_s))
+    _limit(groups, timeout)
     _warm_up(groups, device_type)
     return mesh
 
@@ -134,8 +137,7 @@ def _warm_up(groups: list[dist.ProcessGroup], device_type: str) -> None:
         dist.all_reduce(torch.zeros(1, device=device_type), group=group)
 
 
-def _start_group(config: ParallelConfig, device_type: str) -> None:
-    """Start the process group of a script, as `world.init_world` does for a run."""
+def _script_seat() -> Seat:
     seat = read_seat()
     world_size = os.environ.get("WORLD_SIZE", "1")
     if str(seat.size) != world_size:
@@ -143,13 +145,11 @@ def _start_group(config: ParallelConfig, device_type: str) -> None:
             f"WORLD_SIZE={world_size} but there is no RANK: start the script with torchrun, or "
             "unset WORLD_SIZE"
         )
-    store = None if seat.size > 1 else dist.HashStore()
-    if device_type == "cuda":
-        torch.cuda.set_device(seat.local_rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        store=store,
-        rank=seat.rank,
-        world_size=seat.size,
-        timeout=timedelta(seconds=config.timeout_s),
-    )
+    return seat
+
+
+def _script_device(device_type: str, seat: Seat) -> torch.device:
+    if device_type != "cuda":
+        return torch.device(device_type)
+    torch.cuda.set_device(seat.local_rank)
+    return torch.device("cuda", seat.local_rank)

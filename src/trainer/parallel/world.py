@@ -1,11 +1,10 @@
-"""The process group of a run: start, devices, errors that all ranks raise together, end.
+"""The world of a run: its device, its process group from start to end, who speaks for all ranks.
 
-Owns start-up and teardown and what the environment says about this rank. Meshes over the ranks
-are `mesh.py`'s, stop signals `signals.py`'s, hang reports `watchdog.py`'s.
+Owns start-up and teardown of a run. The group itself is started by `group.py`; meshes over the
+ranks are `mesh.py`'s, stop signals `signals.py`'s, hang reports `watchdog.py`'s.
 """
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -17,12 +16,10 @@ import torch.distributed as dist
 
 from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
-from trainer.parallel import watchdog
+from trainer.parallel import group, watchdog
 from trainer.seat import Seat, read_seat
 
 logger = logging.getLogger(__name__)
-
-START_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,7 @@ class World:
 def init_world(config: ParallelConfig) -> World:
     """Start the process group (a group of one without a launcher) and pick this rank's device.
 
-    On GPUs the group has a gloo backend beside NCCL, so that host tensors can be reduced without
-    a device in the way. A group that already runs is used as it is.
+    A group that already runs is used as it is.
 
     Args:
         config: `device` and `timeout_s` matter here.
@@ -55,10 +51,14 @@ def init_world(config: ParallelConfig) -> World:
     Collective: the whole world; every rank must call.
     """
     place = read_seat()
-    device = _pick_device(config, place)
+    try:
+        device = _pick_device(config, place)
+    except UserError as error:
+        group.announce_failed_start(str(error), place)
+        raise
     store = None
     if not dist.is_initialized():
-        store = _start_group(config, place, device)
+        store = group.start_group(place, device, timedelta(seconds=config.timeout_s))
     watchdog.start(place.rank, place.size, config.timeout_s, store)
     logger.info(
         "rank %d of %d on %s, %d CPU threads, torch %s",
@@ -121,10 +121,10 @@ def speaks_for_all(patience: timedelta) -> bool:
         patience: How long to wait for rank 0.
     """
     place = read_seat()
-    if place.size == 1 or _missing_address():
+    if place.size == 1 or group.missing_address():
         return place.rank == 0
     try:
-        store = dist.PrefixStore("spokesman", _rendezvous(place))
+        store = dist.PrefixStore("spokesman", group.rendezvous(place))
         if place.rank != 0:
             with contextlib.suppress(dist.DistStoreError):
                 store.wait(["speaker"], patience)
@@ -140,20 +140,17 @@ def another_has_spoken() -> bool:
     What this rank then runs into, such as a collective that fails, is an echo of that.
     """
     place = read_seat()
-    if place.size == 1 or _missing_address():
+    if place.size == 1 or group.missing_address():
         return False
     try:
-        return dist.PrefixStore("spokesman", _rendezvous(place)).check(["speaker"])
+        return dist.PrefixStore("spokesman", group.rendezvous(place)).check(["speaker"])
     except dist.DistError:
         return False  # The store is gone, and with it what was said.
 
 
 def announce_failed_start(message: str) -> None:
     """Tell ranks that wait in `init_world` that this one will not come, and why."""
-    place = read_seat()
-    if place.size > 1 and not _missing_address():
-        store = dist.PrefixStore("start", _rendezvous(place))
-        store.set(str(place.rank), message)
+    group.announce_failed_start(message, read_seat())
 
 
 def _pick_device(config: ParallelConfig, place: Seat) -> torch.device:
@@ -168,55 +165,3 @@ def _pick_device(config: ParallelConfig, place: Seat) -> torch.device:
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _start_group(config: ParallelConfig, place: Seat, device: torch.device) -> dist.Store:
-    timeout = timedelta(seconds=config.timeout_s)
-    store = _rendezvous(place) if place.size > 1 else dist.HashStore()
-    _wait_for_all(dist.PrefixStore("start", store), place)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=dist.PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timeout,
-    )
-    # Communicators made lazily, in an order that differs by rank, can deadlock.
-    dist.all_reduce(torch.zeros(1, device=device))
-    return store
-
-
-def _missing_address() -> str:
-    """Return which variable of the meeting place of all ranks is not set; empty if none."""
-    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    return " and ".join(unset)
-
-
-@functools.cache
-def _rendezvous(place: Seat) -> dist.Store:
-    """Return the launcher's store; one connection serves the process for all its life.
-
-    Raises:
-        UserError: the environment does not say where it is.
-    """
-    if missing := _missing_address():
-        raise UserError(
-            f"{missing} is not set in the environment, and WORLD_SIZE={place.size} ranks must meet "
-            "there; launch with torchrun, or set it to that of rank 0"
-        )
-    store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=START_TIMEOUT))
-    return store
-
-
-def _wait_for_all(store: dist.Store, place: Seat) -> None:
-    """Wait until every rank is here, or raise what kept one from coming."""
-    store.set(str(place.rank), "")
-    for rank in range(place.size):
-        try:
-            message = store.get(str(rank)).decode()
-        except dist.DistStoreError:
-            raise RuntimeError(
-                f"rank {rank} did not start within {START_TIMEOUT}: see the log of its node"
-            ) from None
-        if message:
-            raise UserError(message)
