@@ -1,35 +1,41 @@
-"""`trainer` whose AdamW has a second rate, for what Muon would leave to AdamW.
+"""Pretraining with an AdamW that has a second rate, for what Muon would leave to AdamW.
 
     python -m scripts.study.two_rates 0.008 pretrain @ FILE --optim.type adamw …
 
 For the study alone, which gives both optimizers the same freedom: the product's `adamw` has one
-rate, its `muon` two (`lr` and `adamw_lr`). So the optimizer is changed after it is built.
+rate, its `muon` two (`lr` and `adamw_lr`). `trainer.loops.pretrain` in the order of its parts, with
+the optimizer's one group made two before the first step.
 """
 
 import sys
-from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
-from trainer.cli.main import main
-from trainer.loops import assembly
+from trainer.config import load_config
+from trainer.config.pretrain import PretrainConfig
+from trainer.data.text.setup import setup_pretrain_data
+from trainer.data.tokenizer import choose_tokenizer
+from trainer.loops.assembly import open_run
+from trainer.loops.pretrain import evaluate
+from trainer.loops.supervised import train
 from trainer.optim.groups import sort_parameters
 from trainer.optim.torch_optimizers import AdamW
+from trainer.parallel.world import open_world
 
 
-def use_second_rate(lr: float) -> None:
-    """Let AdamW optimizers that are built from now on take `lr` for embeddings, head and norms."""
-    setup_optimizer = assembly.setup_optimizer
-
-    def setup_with_two_rates(config: Any, named: Iterable[tuple[str, Tensor]], mesh: Any) -> Any:
-        named_parameters = list(named)
-        optimizer = setup_optimizer(config, named_parameters, mesh)
-        assert isinstance(optimizer, AdamW)
-        split_rest(optimizer, named_parameters, lr)
-        return optimizer
-
-    assembly.setup_optimizer = setup_with_two_rates
+def main(rest_lr: float, arguments: list[str]) -> None:
+    """Run `trainer pretrain` with a rate of its own for embeddings, head and norms."""
+    config, _ = load_config(PretrainConfig, arguments)
+    with open_world(config.parallel) as world:
+        tokenizer = choose_tokenizer(config.data.tokenizer, config.model.name)
+        data = setup_pretrain_data(config.data, config.val, tokenizer, config.seed)
+        names = data.source_names
+        with open_run(config, world, tokenizer, "study", data.train, names) as (run, _):
+            optimizer = run.step.optimizer
+            assert isinstance(optimizer, AdamW)
+            split_rest(optimizer, list(run.step.model.named_parameters()), rest_lr)
+            run.step.base_lrs.append(rest_lr)
+            train(run, config, data.train, lambda: evaluate(run, config, data))
 
 
 def split_rest(optimizer: AdamW, named_parameters: list[tuple[str, Tensor]], lr: float) -> None:
@@ -44,5 +50,5 @@ def split_rest(optimizer: AdamW, named_parameters: list[tuple[str, Tensor]], lr:
 
 
 if __name__ == "__main__":
-    use_second_rate(float(sys.argv[1]))
-    sys.exit(main(sys.argv[2:]))
+    assert sys.argv[2] == "pretrain"
+    main(float(sys.argv[1]), sys.argv[3:])
