@@ -56,15 +56,16 @@ def run_with_stops(folder: str) -> list[int]:
     from trainer.parallel.signals import StopSignal
 
     run = Path(folder) / "stopped"
-    # An evaluation asks once. A batch is decoded in two parts, each asks once; then each of its two
-    # steps. Every run begins where the one before was stopped, but for the evaluation of step 2:
-    # its checkpoint keeps that it is due, and a second save of a step does nothing.
+    # Each decoding asks once, and each scoring: an evaluation is decoded in one part, a batch in
+    # two; then each of its two steps asks. Every run begins where the one before was stopped, but
+    # for the evaluation of step 2: its checkpoint keeps that it is due; a second save does nothing.
     stops = {
         "evaluation at the start": 1,
-        "first batch": 3,
-        "evaluation of step 2": 5,
-        "second batch": 3,
-        "evaluation at the end": 9,
+        "first batch": 4,
+        "scores of the first batch": 5,
+        "evaluation of step 2": 7,
+        "second batch": 4,
+        "evaluation at the end": 13,
         "nowhere": None,
     }
     for call in stops.values():

@@ -50,6 +50,8 @@ class Collector:
         engine: Generates.
         sampling: How.
         scorer: Rewards.
+        is_asked_to_stop: Whether this rank was; talks to no other.
+        stop_if_asked: Raises on all ranks if any was. Collective; as often on every rank.
     """
 
     def __init__(
@@ -59,6 +61,9 @@ class Collector:
         engine: Engine,
         sampling: Sampling,
         scorer: Scorer,
+        *,
+        is_asked_to_stop: Callable[[], bool] = bool,
+        stop_if_asked: Callable[[], None] = go_on,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -66,6 +71,8 @@ class Collector:
         self._sampling = sampling
         self._extract: Callable[[str], str | None] = build_extractor(config.env.answer)
         self._scorer = scorer
+        self._is_asked_to_stop = is_asked_to_stop
+        self._stop_if_asked = stop_if_asked
         self._ranks = Ranks()
 
     def collect(
@@ -73,7 +80,6 @@ class Collector:
         stream: PromptStream,
         round_number: int,
         version: int,
-        before_batch: Callable[[], None] = go_on,
     ) -> RolloutBatch:
         """Return a batch of groups with advantages.
 
@@ -81,7 +87,6 @@ class Collector:
             stream: Where prompts come from; moved on.
             round_number: From 1; seeds of the samples.
             version: Of the live weights, to sample with.
-            before_batch: As of `Engine.generate`.
 
         Raises:
             UserError: a prompt is bad, or a reward fails and failures end the run.
@@ -92,7 +97,7 @@ class Collector:
         """
         rollout, began = self._config.rollout, time.perf_counter()
         self._engine.push_weights(version)
-        next_groups = partial(self._next_groups, stream, round_number, before_batch)
+        next_groups = partial(self._next_groups, stream, round_number)
         groups = next_groups(rollout.num_prompts, 0)
         sampled = list(groups)
         for attempt in range(1, rollout.resample + 1):
@@ -119,18 +124,13 @@ class Collector:
         }
         return RolloutBatch(numbered, metrics)
 
-    def evaluate(
-        self,
-        prompts: Sequence[Prompt],
-        version: int,
-        before_batch: Callable[[], None] = go_on,
-    ) -> list[Rollout]:
+    def evaluate(self, prompts: Sequence[Prompt], version: int) -> list[Rollout]:
         """Return one greedy, scored answer to each prompt.
 
         Collective: as `complete`.
         """
         self._engine.push_weights(version)
-        groups = self.complete(prompts, 1, self._sampling.greedy(), EVALUATION, 0, before_batch)
+        groups = self.complete(prompts, 1, self._sampling.greedy(), EVALUATION, 0)
         return [group[0] for group in groups]
 
     def complete(
@@ -140,7 +140,6 @@ class Collector:
         sampling: Sampling,
         round_number: int,
         first: int,
-        before_batch: Callable[[], None] = go_on,
     ) -> list[tuple[Rollout, ...]]:
         """Complete and score prompts; a group each, in their order, the same on every rank.
 
@@ -150,7 +149,6 @@ class Collector:
             sampling: How tokens are chosen.
             round_number: With the place of a prompt, the seed of its samples.
             first: Place of the first prompt in the round.
-            before_batch: As of `Engine.generate`.
 
         Raises:
             UserError: ranks hold different prompts, or a reward failed and failures end the run;
@@ -158,8 +156,8 @@ class Collector:
             RuntimeError: the engine sampled with other weights than were pushed.
 
         Collective: one all-gather of digests; prompts are dealt over ranks, the engine generates on
-            all in step, with what `before_batch` does ahead of each of its batches (of a run,
-            `Run.stop_if_asked`); then one all-gather of errors in scoring and one of rollouts.
+            all in step, with `stop_if_asked` ahead of each of its batches; then one all-gather of
+            errors in scoring, `stop_if_asked`, and one all-gather of rollouts.
         """
         # Not timed: sampling rightly takes long, and its collectives have limits of their own.
         set_phase("sample", is_timed=False)
@@ -176,7 +174,7 @@ class Collector:
             )
             for place, prompt in filled
         ]
-        completions = self._engine.generate(requests, sampling, before_batch)[: len(dealt)]
+        completions = self._engine.generate(requests, sampling, self._stop_if_asked)[: len(dealt)]
         set_phase("score", is_timed=False)
         own = self._score_together(dealt, completions)
         by_rank = self._ranks.gather(own)
@@ -199,32 +197,39 @@ class Collector:
         self,
         stream: PromptStream,
         round_number: int,
-        before_batch: Callable[[], None],
         num_prompts: int,
         first: int,
     ) -> list[tuple[Rollout, ...]]:
         prompts = self._ranks.together(lambda: stream.next_prompts(num_prompts))
         num_samples = self._config.rollout.num_samples
-        return self.complete(
-            prompts, num_samples, self._sampling, round_number, first, before_batch
-        )
+        return self.complete(prompts, num_samples, self._sampling, round_number, first)
 
     def _score_together(
         self,
         dealt: Sequence[tuple[int, Prompt]],
         completions: Sequence[tuple[Completion, ...]],
     ) -> list[tuple[Rollout, ...]]:
-        """Score this rank's completions; a refusal on any rank is raised on all."""
+        """Score this rank's completions; a refusal on any rank is raised on all, and so is a stop.
+
+        A reward may take seconds a sample, so that a rank which is asked to stop scores no more.
+        """
         version = self._engine.weights_version()
 
         def score() -> list[tuple[Rollout, ...]]:
             groups: list[tuple[Rollout, ...]] = []
             for (_, prompt), group in zip(dealt, completions, strict=True):
                 check_version(group, version)
-                groups.append(tuple(self._rollout(prompt, completion) for completion in group))
+                rollouts: list[Rollout] = []
+                for completion in group:
+                    if self._is_asked_to_stop():
+                        return groups
+                    rollouts.append(self._rollout(prompt, completion))
+                groups.append(tuple(rollouts))
             return groups
 
-        return self._ranks.together(score)
+        groups = self._ranks.together(score)
+        self._stop_if_asked()
+        return groups
 
     def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
         text = self._text(completion)

@@ -145,9 +145,7 @@ class Rounds:
     def _sample(self) -> RolloutBatch:
         version, before = self._run.progress.step, self.place.stream.state_dict()
         try:
-            batch = self.collector.collect(
-                self.place.stream, self.place.round + 1, version, self._run.stop_if_asked
-            )
+            batch = self.collector.collect(self.place.stream, self.place.round + 1, version)
         except (Interrupted, UserError):
             # The run that resumes samples this batch anew, and the same.
             self.place.stream.load_state_dict(before)

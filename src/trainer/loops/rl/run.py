@@ -24,6 +24,7 @@ from trainer.loops.rl.prompts import Prompt, Prompts, setup_prompts, tokenizatio
 from trainer.loops.rl.reference import Reference
 from trainer.loops.rl.rounds import Place, Rounds
 from trainer.loops.run import Run
+from trainer.metrics import RECORD
 from trainer.model.inference import inference
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.world import open_world
@@ -59,13 +60,21 @@ def run_rl(config: RLConfig) -> None:
                 pad_id=run.pad_id,
                 batch_size=config.rollout.batch_size,
             )
-            collector = Collector(config, tokenizer, engine, sampling, scorer)
+            collector = Collector(
+                config,
+                tokenizer,
+                engine,
+                sampling,
+                scorer,
+                is_asked_to_stop=lambda: run.stop_signal.received is not None,
+                stop_if_asked=run.stop_if_asked,
+            )
             rounds = Rounds(run, config, place, collector, Policy(run, config, reference))
             if is_resumed:
                 rounds.cut_rollouts()
             train(run, config, prompts, rounds)
             if run.world.is_first:
-                plot_metrics(run.folder / "metrics.jsonl", run.folder / "rewards.png")
+                plot_metrics(run.folder / RECORD, run.folder / "rewards.png")
             run.say("\n".join([*run.where_things_lie(), *_further_files(run)]))
 
 
@@ -161,7 +170,7 @@ def evaluate(
     Collective: as `Collector.evaluate`.
     """
     began = time.perf_counter()
-    answers = collector.evaluate(held_out, run.progress.step, run.stop_if_asked)
+    answers = collector.evaluate(held_out, run.progress.step)
     pass_rate = fmean(rollout.is_pass for rollout in answers)
     metrics = {
         "val/pass_rate": pass_rate,

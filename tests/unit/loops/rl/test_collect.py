@@ -1,5 +1,6 @@
 """From prompts to rollouts, with an engine behind HTTP in the model's place."""
 
+import signal
 import sys
 import types
 
@@ -9,7 +10,7 @@ from tests.support.http_engine import HttpEngine, serve
 from tests.support.meshes import one_rank_mesh
 from tests.support.rl_configs import prompts_file, rl_config
 from trainer.data import build_byte_tokenizer
-from trainer.errors import UserError
+from trainer.errors import Interrupted, UserError
 from trainer.loops.rl.collect import Collector
 from trainer.loops.rl.prompts import setup_prompts
 from trainer.loops.rl.run import stop_ids
@@ -40,13 +41,14 @@ def function_reward(module, function, **fields):
     return {"type": "function", "path": f"{module.__name__}:{function.__name__}"} | fields
 
 
-def collect(folder, engine, rewards, *, version=3, **changes):
+def collect(folder, engine, rewards, *, version=3, stops=None, **changes):
     env = {"source": prompts_file(folder, ROWS), "rewards": rewards} | changes.pop("env", {})
     config = rl_config(folder, env=env, val={"source": None}, **changes)
     stream = setup_prompts(config, TOKENIZER).train
     sampling = Sampling.from_config(config.rollout, stop_ids(config, TOKENIZER))
     scorer = Scorer.from_config(config.env)
-    return Collector(config, TOKENIZER, engine, sampling, scorer).collect(stream, 1, version)
+    collector = Collector(config, TOKENIZER, engine, sampling, scorer, **(stops or {}))
+    return collector.collect(stream, 1, version)
 
 
 def length_of_completion(sample):
@@ -147,6 +149,23 @@ def test_constant_groups_are_replaced_by_further_prompts(
     assert server.num_prompts == 4 + num_resampled
     seeds = {rollout.ids + rollout.log_probs for group in batch.groups for rollout in group}
     assert len(seeds) > 1
+
+
+def test_a_rank_that_is_asked_to_stop_scores_no_further_sample(tmp_path, rewards_module):
+    scored = []
+
+    def slow(sample):
+        scored.append(sample)
+        return 1.0
+
+    def stop_if_asked():
+        if len(scored) >= 4:
+            raise Interrupted(signal.SIGTERM)
+
+    stops = {"is_asked_to_stop": lambda: len(scored) >= 4, "stop_if_asked": stop_if_asked}
+    with serve() as (_, engine), pytest.raises(Interrupted):
+        collect(tmp_path, engine, [function_reward(rewards_module, slow)], stops=stops)
+    assert len(scored) == 4
 
 
 def fails_before_the_sixth_prompt(sample):
