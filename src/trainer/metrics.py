@@ -21,6 +21,9 @@ from trainer.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+RECORD = "metrics.jsonl"
+"""In a run's folder."""
+
 Metrics = Mapping[str, float | int | None]
 
 
@@ -46,7 +49,7 @@ class MetricsWriter:
     ) -> None:
         # First, so that a run which wandb refuses leaves the record as it was.
         self._wandb = _start_wandb(folder, config, run_config) if config.enabled else None
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / RECORD
         if resume_step is None:
             self.path.write_text("")
         else:

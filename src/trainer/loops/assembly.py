@@ -21,7 +21,14 @@ from trainer.errors import Interrupted, UserError
 from trainer.loops.display import Display
 from trainer.loops.plan_file import describe_plan, kernel_choices
 from trainer.loops.run import Run
-from trainer.loops.run_folder import held_output_dir, naming, resolve_resume, write_config
+from trainer.loops.run_folder import (
+    PLAN,
+    free_output_dir,
+    held_output_dir,
+    naming,
+    resolve_resume,
+    write_config,
+)
 from trainer.metrics import MetricsWriter
 from trainer.optim import setup_optimizer
 from trainer.parallel import build_mesh
@@ -97,6 +104,8 @@ def open_run(
             raise
         except UserError:
             run.store.wait()  # so is the one that a refusal in mid-run speaks of
+            if world.is_first and run.progress.step == 0:
+                free_output_dir(config.output_dir)
             raise
         except Diverged:
             run.write_last_record()
@@ -189,7 +198,7 @@ def _open_record(
         # After wandb may have refused: the folder of a refused run is free.
         write_config(config, resumed=saved is not None)
         plan = describe_plan(run.step.optimizer)
-        (run.folder / "plan.json").write_text(json.dumps(plan, indent=1) + "\n")
+        (run.folder / PLAN).write_text(json.dumps(plan, indent=1) + "\n")
         if saved is not None and saved["metrics"]:  # none before the first step
             run.writer.restore(run.progress.step, saved["metrics"])
         run.display = stack.enter_context(Display(config.max_steps, run.progress.step, kind))

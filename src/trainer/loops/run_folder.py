@@ -15,12 +15,14 @@ from trainer.config import RunConfig
 from trainer.config.dump import dump_config
 from trainer.durable import hold
 from trainer.errors import UserError
+from trainer.metrics import RECORD
 from trainer.saved_steps import CHECKPOINTS, WEIGHTS
 
 logger = logging.getLogger(__name__)
 
 FOLDERS = (CHECKPOINTS, WEIGHTS)
-TRACES = ("config.toml", "metrics.jsonl", *FOLDERS)
+CONFIG, PLAN = "config.toml", "plan.json"
+TRACES = (CONFIG, RECORD, *FOLDERS)
 
 
 @contextmanager
@@ -61,6 +63,17 @@ def naming(output_dir: str) -> Iterator[None]:
         ) from error
 
 
+def free_output_dir(output_dir: str) -> None:
+    """Take back what a run that was refused before its first step has written into its folder.
+
+    Whoever mends the cause launches the same command again.
+    """
+    folder = Path(output_dir)
+    if not (folder / CHECKPOINTS).exists():
+        for name in (CONFIG, RECORD, PLAN):
+            (folder / name).unlink(missing_ok=True)
+
+
 def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
     """Return the step to resume from, or None for a fresh start.
 
@@ -89,7 +102,7 @@ def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
 def write_config(config: RunConfig, *, resumed: bool) -> Path:
     """Write the resolved config under the name that the launch calls for; return its path."""
     folder = Path(config.output_dir)
-    path = folder / "config.toml"
+    path = folder / CONFIG
     if resumed:
         number = 1
         while (path := folder / f"config.resume-{number}.toml").exists():

@@ -89,3 +89,13 @@ def test_a_bad_row_in_mid_run_loses_no_step(
     assert main([*words, *LATEST, *skip]) == 0
     assert main([*words, *skip, "--output-dir", str(tmp_path / "whole" / "run")]) == 0
     assert losses(tmp_path) == losses(tmp_path / "whole")
+
+
+def test_a_row_that_is_bad_from_the_start_leaves_the_folder_free(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = write_tiny_run(tmp_path, ["{"])
+    assert main(words) == 2
+    assert "rows.jsonl:1: the line is not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(write_tiny_run(tmp_path)) == 0
