@@ -18,12 +18,16 @@ LINES_A_RUN = 20
 
 
 class Output(Console):
-    """Standard output, which whoever read it may leave (`| head`): the run goes on."""
+    """Standard output, which may fail (`| head`, a full disk): the run goes on."""
 
     def on_broken_pipe(self) -> None:
         """Write nowhere from now on; rich would end the process."""
+        self.write_nowhere("nobody reads standard output any more")
+
+    def write_nowhere(self, reason: str) -> None:
+        """Drop what cannot be written, and all that follows."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        logger.warning("nobody reads standard output any more: the run goes on in metrics.jsonl")
+        logger.warning("%s: the run goes on in metrics.jsonl", reason)
 
 
 class Display:
@@ -75,7 +79,10 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        try:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except OSError as error:
+            self.console.write_nowhere(f"standard output cannot be written ({error})")
 
     def _eta(self) -> str:
         a_step = (time.monotonic() - self._began) / max(1, self._done - self._start)
