@@ -129,8 +129,12 @@ def test_gspo_by_hand(clip):
     assert (num_clipped > 0) == (clip < 1)
 
 
-def trl_loss(tokens, *, level, loss_type, beta, epsilon):
-    """TRL's GRPOTrainer loss, completions as rows: importance sampling level, loss type, KL."""
+def trl_loss(tokens, *, level="token", loss_type, beta=0.0, epsilon, cap=None):
+    """TRL's GRPOTrainer loss, completions as rows.
+
+    `level` is its importance_sampling_level, `cap` bounds the correction for the sampler's
+    probabilities (vllm_importance_sampling_mode "token_truncate").
+    """
     rows = [COMPLETIONS.eq(i) & MASK.bool() for i in range(3)]
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(n) for n in LENGTHS], batch_first=True)
 
@@ -143,8 +147,14 @@ def trl_loss(tokens, *, level, loss_type, beta, epsilon):
         log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1)).unsqueeze(-1)
     advantages = torch.tensor([[1.5], [-0.5], [0.75]])
     coef_1 = torch.exp(log_ratio)
-    coef_2 = torch.clamp(coef_1, 1 - epsilon, 1 + epsilon)
-    per_token = -torch.min(coef_1 * advantages, coef_2 * advantages).expand_as(mask)
+    if loss_type == "cispo":
+        per_token = -coef_1.clamp(max=epsilon).detach() * advantages * log_probs
+    else:
+        coef_2 = torch.clamp(coef_1, 1 - epsilon, 1 + epsilon)
+        per_token = -torch.min(coef_1 * advantages, coef_2 * advantages).expand_as(mask)
+    if cap is not None:
+        mismatch = as_rows(tokens.anchor_log_probs) - as_rows(tokens.sampler_log_probs)
+        per_token = per_token * mismatch.exp().clamp(max=cap)
     if beta:
         difference = as_rows(tokens.reference_log_probs) - log_probs
         per_token = per_token + beta * (torch.exp(difference) - difference - 1)
@@ -166,6 +176,35 @@ def test_losses_equal_those_of_trl(level, loss_type, beta):
     kind = ClipLossConfig if level == "token" else GSPOLossConfig
     config = kind(clip_low=0.15, clip_high=0.15, kl_coef=beta)
     expected = trl_loss(tokens, level=level, loss_type=loss_type, beta=beta, epsilon=0.15)
+    (expected_gradient,) = torch.autograd.grad(expected, tokens.log_probs)
+    loss, gradient, _ = run(tokens, config)
+    close(loss, expected.item())
+    close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        # TRL's epsilon_high bounds the ratio itself; ours counts from 1.
+        (CISPOLossConfig(clip_high=0.1), {"loss_type": "cispo", "epsilon": 1.1}),
+        (
+            ClipLossConfig(
+                clip_low=0.15,
+                clip_high=0.15,
+                old_log_probs="trainer",
+                importance="truncate",
+                importance_high=1.1,
+                kl_coef=0.3,
+            ),
+            {"loss_type": "dapo", "epsilon": 0.15, "cap": 1.1, "beta": 0.3},
+        ),
+    ],
+    ids=["cispo", "truncated importance"],
+)
+def test_cispo_and_truncated_importance_equal_those_of_trl(config, settings):
+    reference = -torch.rand(2, 8, generator=torch.Generator().manual_seed(9)) * MASK
+    tokens = make_tokens(reference_log_probs=reference if config.kl_coef else None)
+    expected = trl_loss(tokens, **settings)
     (expected_gradient,) = torch.autograd.grad(expected, tokens.log_probs)
     loss, gradient, _ = run(tokens, config)
     close(loss, expected.item())
