@@ -163,4 +163,6 @@ def _describe(names: Sequence[str], data: PretrainDataConfig, packs: Sequence[Pa
     weights = [Fraction(part.weight) for part in single_sources(data.source)]
     parts = zip(names, weights, strict=True)
     shares = [f"{name} {float(weight / sum(weights)):.1%}" for name, weight in parts]
-    return f"training on {', '.join(shares)}; {len(packs):,} packs held out for validation"
+    neither = "nothing: neither val.source nor val.fraction is given"
+    validated = f"{len(packs):,} packs" if packs else neither
+    return f"training on {', '.join(shares)}; validating on {validated}"

@@ -18,6 +18,12 @@ def test_shares_are_told_however_large_the_weights(source):
     assert told.startswith("training on 0 75.0%, 1 25.0%, 2 0.0%;")
 
 
+def test_whether_there_is_validation_is_told(source):
+    told = [pretrain_data(source, val=val).description for val in ({}, {"fraction": 0.5})]
+    assert told[0].endswith("; validating on nothing: neither val.source nor val.fraction is given")
+    assert told[1].endswith(" packs")
+
+
 def lines(packs):
     """Return the numbers of the documents that begin in the packs."""
     found = set()
