@@ -21,6 +21,29 @@ DEFAULTS = "defaults"
 COMMAND_LINE = "on the command line"
 
 
+@dataclass(frozen=True)
+class _Newer:
+    """A table of the layer that is merged.
+
+    Attributes:
+        values: What it says.
+        path: Where it stands in the whole table, as the user types it; empty for the whole.
+        origin: Which layer it is, for messages.
+    """
+
+    values: dict[str, Any]
+    path: str
+    origin: str
+
+    def path_of(self, key: str) -> str:
+        """Return where a key of this table stands in the whole."""
+        return f"{self.path}.{key}" if self.path else key
+
+    def table(self, key: str) -> "_Newer":
+        """Return the table under a key."""
+        return _Newer(self.values[key], self.path_of(key), self.origin)
+
+
 @dataclass
 class Composition:
     """The table composed so far, with the origin of every value and notes for the log."""
@@ -36,64 +59,54 @@ class Composition:
         Raises:
             UserError: a section changes its type over an older layer that has an unknown key.
         """
-        self._merge(self.cls, self.values, copy.deepcopy(layer), "", origin)
+        self._merge(self.cls, self.values, _Newer(copy.deepcopy(layer), "", origin))
 
-    def _merge(
-        self,
-        cls: type[BaseModel],
-        older: dict[str, Any],
-        newer: dict[str, Any],
-        prefix: str,
-        origin: str,
-    ) -> None:
-        self._drop_alternatives(cls, older, newer, prefix, origin)
-        for key, value in newer.items():
-            path = prefix + key
+    def _merge(self, cls: type[BaseModel], older: dict[str, Any], newer: _Newer) -> None:
+        self._drop_alternatives(cls, older, newer)
+        for key, value in newer.values.items():
             info = cls.model_fields.get(key)
             if info is None or not isinstance(value, dict):
-                self._set(older, key, value, path, origin)
+                self._set(older, newer, key)
             elif schema.variants(info.annotation):
-                older[key] = self._merge_section(info, older.get(key), value, path, origin)
+                older[key] = self._merge_section(info, older.get(key), newer.table(key))
             elif schema.is_free_table(info.annotation) and isinstance(older.get(key), dict):
-                for name, item in value.items():
-                    self._set(older[key], name, item, f"{path}.{name}", origin)
+                for name in value:
+                    self._set(older[key], newer.table(key), name)
             else:
-                self._set(older, key, value, path, origin)
+                self._set(older, newer, key)
 
     def _drop_alternatives(
-        self,
-        cls: type[BaseModel],
-        older: dict[str, Any],
-        newer: dict[str, Any],
-        prefix: str,
-        origin: str,
+        self, cls: type[BaseModel], older: dict[str, Any], newer: _Newer
     ) -> None:
         """Let what an older layer said give way where the newer one says it in another way."""
         pairs = cls.ALTERNATIVES if issubclass(cls, Section) else ()
         for name, other in [*pairs, *(pair[::-1] for pair in pairs)]:
-            if _is_given(newer, name) and other not in newer and _is_given(older, other):
+            if (
+                _is_given(newer.values, name)
+                and other not in newer.values
+                and _is_given(older, other)
+            ):
+                other_path = newer.path_of(other)
                 self.notes.append(
-                    f"{prefix}{name}={newer[name]!r} ({origin}) takes the place of "
-                    f"{prefix}{other}={older.pop(other)!r} ({self.origins[prefix + other]})"
+                    f"{newer.path_of(name)}={newer.values[name]!r} ({newer.origin}) takes the "
+                    f"place of {other_path}={older.pop(other)!r} ({self.origins[other_path]})"
                 )
-                self._forget(prefix + other)
+                self._forget(other_path)
 
-    def _merge_section(
-        self, info: FieldInfo, older: Any, newer: dict[str, Any], path: str, origin: str
-    ) -> dict[str, Any]:
+    def _merge_section(self, info: FieldInfo, older: Any, newer: _Newer) -> dict[str, Any]:
         classes = schema.variants(info.annotation)
         section: dict[str, Any] = older if isinstance(older, dict) else {}
         if not section:
-            self._forget(path)
+            self._forget(newer.path)
         old_tag = str(section.get(schema.TAG, schema.default_tag(info)))
-        new_tag = str(newer.get(schema.TAG, old_tag))
+        new_tag = str(newer.values.get(schema.TAG, old_tag))
         if new_tag not in classes:
-            return {**section, **newer}
+            return {**section, **newer.values}
         if section and new_tag != old_tag and old_tag in classes:
-            section = self._retype(section, classes[old_tag], classes[new_tag], path, origin)
+            section = self._retype(section, classes[old_tag], classes[new_tag], newer)
         if new_tag:
             section.setdefault(schema.TAG, new_tag)
-        self._merge(classes[new_tag], section, newer, f"{path}.", origin)
+        self._merge(classes[new_tag], section, newer)
         return section
 
     def _retype(
@@ -101,12 +114,11 @@ class Composition:
         section: dict[str, Any],
         old: type[BaseModel],
         new: type[BaseModel],
-        path: str,
-        origin: str,
+        newer: _Newer,
     ) -> dict[str, Any]:
         kept, dropped = {}, []
         for key, value in section.items():
-            key_path = f"{path}.{key}"
+            key_path = newer.path_of(key)
             if key == schema.TAG or self.origins.get(key_path) == DEFAULTS:
                 self._forget(key_path)
             elif key not in old.model_fields:
@@ -122,15 +134,17 @@ class Composition:
                 self._forget(key_path)
         if dropped:
             self.notes.append(
-                f"{path}.type changes from '{schema.tag_of(old)}' to '{schema.tag_of(new)}' "
-                f"({origin}): dropped {', '.join(dropped)}, which '{schema.tag_of(new)}' lacks"
+                f"{newer.path}.type changes from '{schema.tag_of(old)}' to '{schema.tag_of(new)}' "
+                f"({newer.origin}): dropped {', '.join(dropped)}, "
+                f"which '{schema.tag_of(new)}' lacks"
             )
         return kept
 
-    def _set(self, table: dict[str, Any], key: str, value: Any, path: str, origin: str) -> None:
+    def _set(self, table: dict[str, Any], newer: _Newer, key: str) -> None:
+        path = newer.path_of(key)
         self._forget(path)
-        table[key] = value
-        self.origins[path] = origin
+        table[key] = newer.values[key]
+        self.origins[path] = newer.origin
 
     def _forget(self, path: str) -> None:
         for known in [p for p in self.origins if p == path or p.startswith(f"{path}.")]:
