@@ -15,7 +15,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     backend: str = "gloo",
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a fresh group; return the results by rank.

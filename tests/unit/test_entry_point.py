@@ -36,7 +36,7 @@ sys.exit(main())
 def test_status_stands_though_threads_are_left_inside_the_process_group(ending, status):
     """The interpreter's own end would abort here, each time (status -6)."""
     ended = subprocess.run(
-        [sys.executable, "-c", SPINNING, "sft", ending], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SPINNING, "sft", ending], capture_output=True, text=True
     )
     assert ended.returncode == status, ended.stderr
     assert ended.stdout == "said"
@@ -50,7 +50,6 @@ def test_exit_handlers_of_others_run_before_the_end():
         [sys.executable, "-c", "import atexit" + code, "sft", "2"],
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert (ended.returncode, ended.stdout) == (2, "saidlast\n")
 
@@ -61,9 +60,7 @@ DRY_RUN = ["sft", "@", "configs/sft/demo.toml", "--dry-run"]
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_end_no_command(closed):
     command = f'"$0" -m trainer "$@" {closed}'
-    ended = subprocess.run(
-        ["bash", "-c", command, sys.executable, *DRY_RUN], capture_output=True, timeout=60
-    )
+    ended = subprocess.run(["bash", "-c", command, sys.executable, *DRY_RUN], capture_output=True)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
@@ -71,7 +68,6 @@ def test_text_that_the_output_lacks_is_written_as_toml_escapes():
     ended = subprocess.run(
         [sys.executable, "-m", "trainer", *DRY_RUN, "--output-dir", "日本😀"],
         capture_output=True,
-        timeout=60,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
     assert ended.returncode == 0
@@ -85,7 +81,6 @@ def test_output_that_cannot_be_written_fails_the_run_with_a_message():
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
             env={**os.environ, "PYTHONUNBUFFERED": ""},
         )
     assert ended.returncode == 1

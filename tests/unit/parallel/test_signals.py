@@ -73,7 +73,7 @@ def test_signal_is_seen_while_the_main_thread_sits_in_foreign_code():
         "    sleep = ctypes.CDLL(None).sleep\n"
         "    while True: sleep(30)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.stdout.strip() == str(int(signal.SIGTERM)), run.stderr
 
 
@@ -84,6 +84,6 @@ def test_signal_is_seen_while_the_main_thread_sits_in_foreign_code():
 )
 def test_second_signal(has_launcher, pause, status):
     code = TWICE.format(has_launcher=has_launcher, pause=pause)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == status, run.stderr
     assert ("alive" in run.stdout) == (status == 0)

@@ -60,6 +60,6 @@ def test_its_thread_ends_before_the_interpreter_does():
         "assert 'watchdog' in [thread.name for thread in threading.enumerate()]\n"
         "raise RuntimeError('broken')\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "RuntimeError: broken" in ended.stderr
     assert (ended.returncode, ended.stdout) == (1, "['MainThread']\n")
