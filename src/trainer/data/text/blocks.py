@@ -184,7 +184,7 @@ def _texts_of_rows(content: bytes, start: int, form: TextFormat, path: Path) -> 
         if not line.strip():
             continue
         try:
-            yield _row_text(line, form.column, offset)
+            yield _row_text(line, form, offset)
         except BadRow as error:
             if form.skipped is None:
                 raise UserError(
@@ -194,7 +194,8 @@ def _texts_of_rows(content: bytes, start: int, form: TextFormat, path: Path) -> 
             form.skipped.add(f"{path}: {error}")
 
 
-def _row_text(line: bytes, column: str, offset: int) -> str:
+def _row_text(line: bytes, form: TextFormat, offset: int) -> str:
+    column = form.column
     try:
         row = json.loads(line.decode("utf-8-sig"))
     # A number of thousands of digits is a plain ValueError, as is what is not UTF-8.
@@ -206,7 +207,7 @@ def _row_text(line: bytes, column: str, offset: int) -> str:
         raise BadRow(
             "no_text",
             f"the row at byte {offset} has no text in {column!r} (found {_found(row, column)}): "
-            "name the field that has it",
+            f"name the field that has it in {setting(form.field, 'column')}",
         )
     try:
         row[column].encode()

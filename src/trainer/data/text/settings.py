@@ -8,7 +8,7 @@ def setting(field: str, name: str) -> str:
     """Return what a person changes.
 
     Args:
-        field: the source's name, such as `data.source.sources.1`, or `COMMAND_LINE`.
+        field: the source's name, such as `data.source.sources[1]`, or `COMMAND_LINE`.
         name: of the setting, as in the config.
 
     Example:

@@ -47,7 +47,7 @@ def single_sources(source: PretrainSource) -> tuple[SinglePretrainSource, ...]:
 def source_fields(source: PretrainSource, field: str) -> list[str]:
     """Return each source's name in the config."""
     if isinstance(source, PretrainMixSource):
-        return [f"{field}.sources.{index}" for index in range(len(source.sources))]
+        return [f"{field}.sources[{index}]" for index in range(len(source.sources))]
     return [field]
 
 

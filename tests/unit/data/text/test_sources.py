@@ -82,3 +82,15 @@ def test_no_two_sources_have_one_name():
     given = source_names(data.source)
     assert len(set(given)) == len(names)
     assert [given[i] for i in (0, 4, 5)] == ["mean-1", "a-3", "a-2-2"], "kept, being unique"
+
+
+def test_a_part_of_a_mix_is_named_by_its_place(tmp_path):
+    write_jsonl_texts(tmp_path / "a.jsonl", texts(2))
+    (tmp_path / "b.jsonl").write_text('{"body": "x"}\n')
+    parts = [{"type": "files", "path": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    stream = pretrain_data({"type": "mix", "sources": parts}).train
+    with pytest.raises(UserError, match=r"b\.jsonl.* in data\.source\.sources\[1\]\.column"):
+        stream.next_packs(4)
+    val = {"source": {"type": "mix", "sources": parts}}
+    with pytest.raises(UserError, match=r"val\.source\.sources\[1\]\.on_bad_row='skip'"):
+        pretrain_data(parts[0], val=val)
