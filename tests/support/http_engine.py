@@ -49,6 +49,7 @@ class HttpEngine:
         requests: Sequence[Request],
         sampling: Sampling,
         before_batch: Callable[[], None] = go_on,
+        is_given_up: Callable[[], bool] = bool,
     ) -> list[tuple[Completion, ...]]:
         before_batch()
         body = {"requests": [asdict(r) for r in requests], "sampling": asdict(sampling)}

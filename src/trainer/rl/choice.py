@@ -5,7 +5,7 @@ recorded. Temperature, top-k and top-p are transformers' own processors. `local.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
@@ -64,14 +64,18 @@ class TokenChoice(LogitsProcessor):
     Args:
         sampling: Temperature, top-k, top-p, stop tokens.
         noise: fp64, one row a completion, one column a position.
+        is_given_up: Asked before each token; once true, every completion ends.
 
     Attributes:
         log_probs: fp32 log-probabilities of the chosen tokens so far, one tensor a position.
     """
 
-    def __init__(self, sampling: Sampling, noise: Tensor) -> None:
+    def __init__(
+        self, sampling: Sampling, noise: Tensor, is_given_up: Callable[[], bool] = bool
+    ) -> None:
         self._sampling = sampling
         self._noise = noise
+        self._is_given_up = is_given_up
         self._filters = _filters(sampling)
         self._has_ended = torch.zeros(len(noise), dtype=torch.bool, device=noise.device)
         self.log_probs: list[Tensor] = []
@@ -94,6 +98,8 @@ class TokenChoice(LogitsProcessor):
         else:
             scaled = TemperatureLogitsWarper(self._sampling.temperature)(input_ids, logits.float())
             tokens = pick_tokens(self._filters(input_ids, scaled), self._noise[:, position])
+        if self._is_given_up():
+            self._has_ended = torch.ones_like(self._has_ended)
         stop_ids = torch.tensor(self._sampling.stop_ids, device=tokens.device)
         tokens = torch.where(self._has_ended, stop_ids[0], tokens)
         self._has_ended = self._has_ended | torch.isin(tokens, stop_ids)

@@ -86,6 +86,7 @@ class Engine(Protocol):
         requests: Sequence[Request],
         sampling: Sampling,
         before_batch: Callable[[], None] = go_on,
+        is_given_up: Callable[[], bool] = bool,
     ) -> list[tuple[Completion, ...]]:
         """Return the completions of each request, in order.
 
@@ -94,6 +95,8 @@ class Engine(Protocol):
             sampling: How tokens are chosen.
             before_batch: Called now and then, as often on every rank; what it raises gives up the
                 sampling on all of them.
+            is_given_up: Asked on this rank alone, at any moment: once true, the sooner the engine
+                returns the better, and what it returns is thrown away.
 
         Collective: all ranks call together, each with its own requests, equally many.
         """

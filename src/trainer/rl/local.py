@@ -66,6 +66,7 @@ class LocalEngine:
         requests: Sequence[Request],
         sampling: Sampling,
         before_batch: Callable[[], None] = go_on,
+        is_given_up: Callable[[], bool] = bool,
     ) -> list[tuple[Completion, ...]]:
         """Return the completions of each request, in order.
 
@@ -73,6 +74,7 @@ class LocalEngine:
             requests: With equally many seeds each; not empty, as many on every rank.
             sampling: The same on every rank.
             before_batch: Called before each batch that is decoded at once; may raise.
+            is_given_up: Asked before each token; once true, this rank's completions end there.
 
         Collective: forward passes as FSDP and expert dispatch do, equally many on every rank
             however soon its own completions end (`synced_gpus`: transformers does not see that a
@@ -85,7 +87,7 @@ class LocalEngine:
             for start in range(0, len(requests), per_batch):
                 before_batch()
                 batch = requests[start : start + per_batch]
-                completions = self._decode(batch, num_samples, sampling)
+                completions = self._decode(batch, num_samples, sampling, is_given_up)
                 results += [
                     tuple(completions[i : i + num_samples])
                     for i in range(0, len(completions), num_samples)
@@ -101,13 +103,17 @@ class LocalEngine:
         return self._version
 
     def _decode(
-        self, requests: Sequence[Request], num_samples: int, sampling: Sampling
+        self,
+        requests: Sequence[Request],
+        num_samples: int,
+        sampling: Sampling,
+        is_given_up: Callable[[], bool],
     ) -> list[Completion]:
         """Return `num_samples` completions of each request, one after another."""
         seeds = [seed for request in requests for seed in request.seeds]
         # One column more than tokens: on a GPU `generate` may run a step past the end and undo it.
         noise = draw_noise(seeds, sampling.max_new_tokens + 1).to(self._device)
-        choice = TokenChoice(sampling, noise)
+        choice = TokenChoice(sampling, noise, is_given_up)
         prompt_ids, mask = self._pad_left([request.prompt_ids for request in requests])
         cache, logits = self._prefill(prompt_ids, mask)
         cache.batch_repeat_interleave(num_samples)

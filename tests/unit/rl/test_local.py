@@ -1,5 +1,6 @@
 """The local engine: completions, their log-probabilities, and what goes through the model."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -155,3 +156,15 @@ def test_sampling_is_given_up_before_a_batch_and_leaves_the_model_as_it_was(mode
         engine.generate(requests_for(PROMPTS), SAMPLING, before_batch)
     assert model.training
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_completions_end_at_the_token_before_which_they_are_given_up(model):
+    asked = itertools.count(1)
+    completions = make_engine(model).generate(
+        requests_for(PROMPTS),
+        replace(SAMPLING, max_new_tokens=500),
+        is_given_up=lambda: next(asked) >= 3,
+    )
+    assert next(asked) == 4
+    assert {c.ids[-1] for group in completions for c in group} == {STOP}
+    assert max(len(c.ids) for group in completions for c in group) == 3

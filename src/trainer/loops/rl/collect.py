@@ -50,7 +50,7 @@ class Collector:
         engine: Generates.
         sampling: How.
         scorer: Rewards.
-        is_asked_to_stop: Whether this rank was; talks to no other.
+        is_asked_to_stop: Whether this rank was, once for ever; talks to no other.
         stop_if_asked: Raises on all ranks if any was. Collective; as often on every rank.
     """
 
@@ -174,7 +174,9 @@ class Collector:
             )
             for place, prompt in filled
         ]
-        completions = self._engine.generate(requests, sampling, self._stop_if_asked)[: len(dealt)]
+        completions = self._engine.generate(
+            requests, sampling, self._stop_if_asked, self._is_asked_to_stop
+        )[: len(dealt)]
         set_phase("score", is_timed=False)
         own = self._score_together(dealt, completions)
         by_rank = self._ranks.gather(own)
