@@ -9,6 +9,28 @@ import time
 import torch
 from torch import Tensor
 
+Mark = float | torch.cuda.Event
+"""A moment: seconds on a CPU, an event on a GPU."""
+
+
+def take_mark(device: torch.device) -> Mark:
+    """Return this moment on a device's current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Mark, stop: Mark) -> float:
+    """Return the seconds between two marks of one device; waits for the later one if need be."""
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(stop, torch.cuda.Event), "marks of one device are of one kind"
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+    assert not isinstance(stop, torch.cuda.Event), "marks of one device are of one kind"
+    return stop - start
+
 
 class Clock:
     """Named marks on one device's timeline.
@@ -21,25 +43,16 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._marks: dict[str, float] = {}
-        self._events: dict[str, torch.cuda.Event] = {}
+        self._device = device
+        self._marks: dict[str, Mark] = {}
 
     def mark(self, name: str) -> None:
         """Note the moment the device reaches this point of its stream."""
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events[name] = event
-        else:
-            self._marks[name] = time.perf_counter()
+        self._marks[name] = take_mark(self._device)
 
     def seconds(self, start: str, end: str) -> float:
         """Return the seconds between two marks; waits for the later one if need be."""
-        if self._on_gpu:
-            self._events[end].synchronize()
-            return self._events[start].elapsed_time(self._events[end]) / 1e3
-        return self._marks[end] - self._marks[start]
+        return seconds_between(self._marks[start], self._marks[end])
 
 
 class HostCopy:

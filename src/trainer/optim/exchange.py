@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.optim.timing import Mark, PhaseTimer
+from trainer.clock import Mark
+from trainer.optim.timing import PhaseTimer
 
 try:
     from torch.distributed import all_gather_single as all_gather

@@ -10,7 +10,7 @@ with s = 0.2 * sqrt(max(rows, cols)) (`adjust_lr = "rms_norm"`), sqrt(rows / col
 `plan.py` and carried out in `pipeline.py`; read those next.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -18,20 +18,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainer.errors import UserError
 from trainer.optim.adamw_groups import step_adamw_groups_
 from trainer.optim.checks import (
-    GradientCheck,
     check_devices,
-    check_flag,
     check_group,
     check_shard,
     check_step_numbers,
     check_unchanged,
-    refuse_copy,
 )
 from trainer.optim.exchange import Exchange
-from trainer.optim.gate import FiniteGate
+from trainer.optim.gated import GatedOptimizer
 from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.kernels.select import KernelChoice
 from trainer.optim.newton_schulz import newton_schulz, orthogonalize_normalized_
@@ -39,23 +35,20 @@ from trainer.optim.options import MuonOptions, plan_with_kernels
 from trainer.optim.per_matrix import PerMatrixStep
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
 from trainer.optim.pipeline_memory import Passes
-from trainer.optim.plan import Plan, PlannedGroup
-from trainer.optim.presence import Presence
+from trainer.optim.plan import PlannedGroup
 from trainer.optim.pricing import Price, price_plan
-from trainer.optim.process_groups import make_groups, together
-from trainer.optim.spec import describe_parameters
+from trainer.optim.process_groups import make_groups
 from trainer.optim.state import (
     check_loaded,
     complete_state,
     init_state,
-    local,
     restore_dtypes,
 )
 from trainer.optim.stats import UpdateStats
-from trainer.optim.timing import PhaseTimer, StepTimes
+from trainer.optim.timing import StepTimes
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(GatedOptimizer):
     """Muon for matrices, AdamW for the rest.
 
     Args:
@@ -73,6 +66,10 @@ class Muon(torch.optim.Optimizer):
         flatten: A muon parameter of three or more dims is one matrix, its first dim against the
             rest; False: it is a stack of matrices over its last two dims.
         options: How the update is computed.
+
+    Momentum is held in the parameter's dtype. Entries of a gradient up to (1 - mu) times its
+    largest number never overflow it (1.7e37 in float32 at the default); larger ones do if they
+    last, so clip them or let `finite` say no.
 
     Parameters may be plain tensors, which each process updates by itself, or DTensors. A gradient
     that some ranks lack counts as zeros there; one that all ranks lack leaves its parameter
@@ -121,25 +118,9 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr": adjust_lr,
         }
         groups = parse_groups(params)
-        self._is_built = False
-        super().__init__([group.as_param_group() for group in groups], defaults)
         self._options = options or MuonOptions()
-        self._build(groups)
-        self._is_built = True
-
-    def _build(self, groups: list[NamedGroup]) -> None:
-        """Make plan, state, process groups and clocks, in this order."""
-        named = [pair for group in groups for pair in group.named_parameters]
-        self._parameters = [parameter for _, parameter in named]
+        super().__init__(groups, defaults)
         self._group_names = [group.name for group in groups]
-        self._device = local(self._parameters[0]).device
-        self._specs, self._meshes = describe_parameters(named)
-        self._planned_groups, self.plan, self.kernels = together(
-            self._meshes, partial(self._check_and_plan, groups)
-        )
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = init_state(parameter, group["algorithm"])
         # Schedulers write into a tensor, so a setting that is one is kept by its value.
         self._settings = [
             {
@@ -149,12 +130,8 @@ class Muon(torch.optim.Optimizer):
             }
             for group in self.param_groups
         ]
-        self._gate = FiniteGate()
-        self._timer = PhaseTimer(self._device)
-        self._exchange = Exchange(self._device, self._timer)
-        self._presence = Presence(self.plan.agreements, self._meshes, named)
         self._stats: UpdateStats | None = None
-        self._gradients = GradientCheck(named)
+        self._exchange = Exchange(self._device, self._timer)
         self._stacked = StackedStep(
             self.plan,
             make_groups(self.plan, self._meshes),
@@ -170,9 +147,7 @@ class Muon(torch.optim.Optimizer):
             split_gate_up=self._options.split_gate_up,
         )
 
-    def _check_and_plan(
-        self, groups: list[NamedGroup]
-    ) -> tuple[list[PlannedGroup], Plan, list[KernelChoice]]:
+    def _check(self, groups: Sequence[NamedGroup]) -> None:
         """Check all that was asked for, and plan the step."""
         check_devices(pair for group in groups for pair in group.named_parameters)
         for group, named in zip(self.param_groups, groups, strict=True):
@@ -180,7 +155,7 @@ class Muon(torch.optim.Optimizer):
         for spec, parameter in zip(self._specs, self._parameters, strict=True):
             check_shard(spec, parameter)
         specs = iter(self._specs)
-        planned = [
+        self._planned_groups = [
             PlannedGroup(
                 named.name,
                 group["algorithm"],
@@ -190,44 +165,36 @@ class Muon(torch.optim.Optimizer):
             )
             for named, group in zip(groups, self.param_groups, strict=True)
         ]
-        return planned, *plan_with_kernels(planned, self._options, self._device)
+        self.plan, self.kernels = plan_with_kernels(
+            self._planned_groups, self._options, self._device
+        )
+
+    def _init_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        return init_state(parameter, group["algorithm"])
 
     # The step.
 
-    @torch.no_grad()
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, closure: Callable[[], float] | None = None, *, finite: Tensor | None = None
-    ) -> float | None:
+    def _check_settings(self) -> None:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Muon.step() was called under CUDA graph capture, which would freeze lr, "
+                "weight_decay and the set of gradients: call it outside the graph"
+            )
+        for group, planned in zip(self.param_groups, self._planned_groups, strict=True):
+            check_step_numbers(group)
+            check_unchanged(group, planned)
+
+    def _count_steps(self, change: int) -> None:
+        for group in self.param_groups:
+            group["step"] += change
+
+    def _update_(self, is_open: Tensor | None, gates: Sequence[Tensor | None]) -> None:
         """Update momentum, state and weights.
 
-        Args:
-            closure: Evaluates the model again and returns the loss.
-            finite: 0-d bool on the device, equal on all ranks: False leaves weights, state and
-                step counts as they are. The host's counts follow in `settle`.
-
-        Raises:
-            UserError: a hyperparameter has left its range, or changed where the plan rests on it;
-                a gradient lies otherwise than its parameter; or, of the step before, as `settle`.
-
-        Collective: the agreements of `Presence`, those of copies first; then with `impl` "stacked"
-            the exchanges in the order of the plan's slots (`plan.num_collectives()` in all), with
-            "per_matrix" one all-reduce for each sharding axis and parameter, in order. All ranks
-            of the meshes.
+        Collective: with `impl` "stacked" the exchanges in the order of the plan's slots, with
+            "per_matrix" one all-reduce for each sharding axis and parameter, in order; then those
+            of the statistics, on steps that collect them. All ranks of the meshes.
         """
-        check_flag(finite, self._device)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._refuse_capture()
-        self._check_request()
-        self.settle()
-        self._presence.launch([p.grad is not None for p in self._parameters])
-        is_open = self._presence.gate_step(finite)
-        self._gate.record(is_open)
-        for group in self.param_groups:
-            group["step"] += 1
-        gates = self._presence.gate_parameters(is_open)
         stats = self._begin_stats()
         momenta = [self.state[parameter]["momentum"] for parameter in self._parameters]
         inputs = StepInputs(self._parameters, momenta, self.param_groups, gates, stats)
@@ -237,17 +204,10 @@ class Muon(torch.optim.Optimizer):
         else:
             self._per_matrix.run(inputs)
             step_others_()
-        self._presence.wait()
-        self._end_stats(stats)
-        self._timer.end_step()
-        return loss
-
-    def _check_request(self) -> None:
-        """Check what may have changed since the last step: hyperparameters, new gradients."""
-        for group, planned in zip(self.param_groups, self._planned_groups, strict=True):
-            check_step_numbers(group)
-            check_unchanged(group, planned)
-        self._gradients.check()
+        if stats is not None:
+            self._presence.wait()
+            stats.reduce(self._presence.first_group)
+        self._stats = stats
 
     def _orthogonalize_bucket(
         self, stack_BMN: Tensor, bucket: int, *, is_normalized: bool
@@ -270,32 +230,7 @@ class Muon(torch.optim.Optimizer):
             kernel=kernel,
         )
 
-    def _refuse_capture(self) -> None:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "Muon.step() was called under CUDA graph capture, which would freeze lr, "
-                "weight_decay and the set of gradients: call it outside the graph"
-            )
-
     # What the loop asks.
-
-    def settle(self) -> bool:
-        """Return whether the last step was applied; if not, take back the host's step counts.
-
-        Waits for the last step's flag, no more. Calling it again changes nothing.
-
-        Raises:
-            UserError: the step was refused, a parameter's gradient being there on some copies of
-                a shard only. On all ranks; the optimizer is as before that step.
-        """
-        if not self._gate.is_pending:
-            return self._gate.settle()
-        was_applied = self._gate.settle()
-        if not was_applied:
-            for group in self.param_groups:
-                group["step"] -= 1
-            self._presence.refuse_mixed()
-        return was_applied
 
     def price(self) -> Price:
         """Return what a step costs on this rank: FLOPs, bytes over each axis, temporaries."""
@@ -318,27 +253,13 @@ class Muon(torch.optim.Optimizer):
         """
         return partial(_read_metrics, self._timer.last_step, self._stats)
 
-    def timings(self) -> dict[str, float]:
-        """Return the phases of the latest step that the device has finished, without a wait."""
-        return self._timer.timings()
-
     def _begin_stats(self) -> UpdateStats | None:
         interval = self._options.stats_interval
         if not interval or self.param_groups[0]["step"] % interval:
             return None
         return UpdateStats(self._group_names, self._device)
 
-    def _end_stats(self, stats: UpdateStats | None) -> None:
-        if stats is not None:
-            stats.reduce(self._presence.first_group)
-        self._stats = stats
-
     # Checkpoints.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, in dion.Muon's layout, with the last step settled."""
-        self.settle()
-        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of dion.Muon.
@@ -379,19 +300,6 @@ class Muon(torch.optim.Optimizer):
         """Put every setting given at construction back in force, `lr` too; `step` stays."""
         for group, settings in zip(self.param_groups, self._settings, strict=True):
             group.update(settings)
-
-    def __reduce__(self) -> Any:
-        """Refuse copies and pickles, which torch would make without plan and process groups."""
-        raise refuse_copy(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the plan is made once, from all parameters."""
-        if self._is_built:
-            raise UserError(
-                "add_param_group after construction: Muon plans once, from all parameters; give "
-                "it every group when it is built"
-            )
-        super().add_param_group(param_group)
 
 
 def _read_metrics(times: StepTimes, stats: UpdateStats | None) -> dict[str, float]:

@@ -1,10 +1,9 @@
 """Times of the step's phases, read at a later step so that nothing waits for the device.
 
-Owns clocks (events on a GPU, `perf_counter` on a CPU) and the names of the metrics. Phases overlap,
-so their sum may exceed the step.
+Owns the names of the metrics and which spans make them; moments are `trainer.clock`'s. Phases
+overlap, so their sum may exceed the step.
 """
 
-import time
 from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+
+from trainer.clock import Mark, seconds_between, take_mark
 
 Phase = Literal["momentum", "newton_schulz", "exchange", "exchange_exposed", "update"]
 PHASES: tuple[Phase, ...] = (
@@ -21,9 +22,6 @@ PHASES: tuple[Phase, ...] = (
     "exchange_exposed",
     "update",
 )
-
-Mark = float | torch.cuda.Event
-"""A moment: seconds on a CPU, an event on a GPU."""
 
 _MAX_PENDING_STEPS = 8
 
@@ -42,7 +40,7 @@ class StepTimes:
         """Return `optim/<phase>_ms`; waits for the device to finish the step."""
         totals = dict.fromkeys((f"optim/{phase}_ms" for phase in PHASES), 0.0)
         for phase, start, stop in self.spans:
-            totals[f"optim/{phase}_ms"] += _elapsed_ms(start, stop)
+            totals[f"optim/{phase}_ms"] += 1e3 * seconds_between(start, stop)
         return totals
 
 
@@ -50,7 +48,7 @@ class PhaseTimer:
     """Collects spans step by step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device = device
         self._current = StepTimes()
         self._pending: deque[StepTimes] = deque(maxlen=_MAX_PENDING_STEPS)
         self._latest: dict[str, float] = {}
@@ -59,11 +57,7 @@ class PhaseTimer:
 
     def mark(self) -> Mark:
         """Return this moment on the current stream."""
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return take_mark(self._device)
 
     def add(self, phase: Phase, start: Mark, stop: Mark) -> None:
         """Count the time between two marks towards a phase of this step."""
@@ -86,12 +80,3 @@ class PhaseTimer:
         while self._pending and self._pending[0].is_past():
             self._latest = self._pending.popleft().read()
         return dict(self._latest)
-
-
-def _elapsed_ms(start: Mark, stop: Mark) -> float:
-    if isinstance(start, torch.cuda.Event):
-        assert isinstance(stop, torch.cuda.Event)
-        stop.synchronize()
-        return start.elapsed_time(stop)
-    assert not isinstance(stop, torch.cuda.Event)
-    return 1000 * (stop - start)

@@ -132,6 +132,13 @@ def test_copies_that_torch_would_make_without_a_gate_are_refused(ours, theirs) -
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_a_group_that_comes_later_is_refused(ours, theirs) -> None:
+    optimizer = ours(parameters())
+    with pytest.raises(UserError, match=r"add_param_group after construction: .* plans once"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_a_flag_of_another_type_is_refused(ours, theirs) -> None:
     with pytest.raises(UserError, match="finite=True"):
         ours(parameters()).step(finite=True)

@@ -7,6 +7,8 @@
     syrk.py        emerging_optimizers'                           kernel `syrk`
     gram.py        which steps may be fused                       kernel `gram`
     normalize.py   Frobenius normalization that cannot overflow
+    matrix_table.py, passes_triton.py, passes_kernels.py
+                   the elementwise passes of a step, over many parameters at once, on a GPU
 
 Importing this package imports no kernel library.
 """

@@ -1,23 +1,27 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
 """The elementwise passes over many matrices in one launch each, for GPUs.
 
-Owns the Triton form of passes.py and of the scaling in wire.py; `device_passes.py` imports it only
-where it can run. A matrix is a line of a table of addresses, so that the matrices of a hundred
-parameters take one launch. Momentum is one pass (gradient and momentum read, momentum written, each
-part's norm kept aside), the stack another (momentum read, scaled values written in the iteration's
-dtype), the update the third. `mu`, `decay` and `step_size` are arguments: a schedule recompiles
-nothing.
+Owns the launches of the kernels in passes_kernels.py; matrix_table.py imports it only where it can
+run. A matrix is a line of a table of addresses, so that the matrices of a hundred parameters take
+one launch. Momentum is one pass (gradient and momentum read, momentum written, each part's norm
+kept aside), the stack another (momentum read, scaled values written in the iteration's dtype), the
+update the third. `mu`, `decay` and `step_size` are arguments: a schedule recompiles nothing.
 """
 
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from trainer.optim.kernels.launches import record_launch
+from trainer.optim.kernels.passes_kernels import (
+    message_kernel,
+    momentum_kernel,
+    normalize_kernel,
+    update_kernel,
+)
 
 _TILE = 8192
 """Elements that a program takes at a time."""
@@ -40,192 +44,6 @@ COLUMNS = ("gradient", "momentum", "weight", "gate")
 
 _MAX_EXPONENT = 126
 _ZERO_EXPONENT = -200
-
-
-@triton.jit
-def _address(table_ptr, matrix, COLUMN: tl.constexpr):
-    return tl.load(table_ptr + matrix * 4 + COLUMN)
-
-
-@triton.jit
-def _matrix_ptr(table_ptr, matrix, COLUMN: tl.constexpr):
-    pointer = _address(table_ptr, matrix, COLUMN).to(tl.pointer_type(tl.float32))
-    return tl.multiple_of(pointer, 16)
-
-
-@triton.jit
-def _is_open(table_ptr, matrix):
-    """A matrix without a gate is open."""
-    address = _address(table_ptr, matrix, 3)
-    flag = tl.load(address.to(tl.pointer_type(tl.int8)), mask=address != 0, other=1)
-    return flag != 0
-
-
-@triton.jit
-def _power_of_two(exponent):
-    """Of an int32 in [-126, 127], fp32, exact."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _momentum_kernel(
-    table_ptr,
-    kept_ptr,
-    num_elements,
-    mu,
-    num_parts,
-    NESTEROV: tl.constexpr,
-    OF_SQUARES: tl.constexpr,
-    STAGES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """M <- mu * m + g; keep each part's sum of squares, or largest magnitude, of the direction."""
-    work = tl.program_id(0)
-    matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-    m_ptr = _matrix_ptr(table_ptr, matrix, 1)
-    g_ptr = _matrix_ptr(table_ptr, matrix, 0)
-    has_gradient = _address(table_ptr, matrix, 0) != 0
-    is_open = _is_open(table_ptr, matrix)
-    total = tl.zeros((TILE,), dtype=tl.float64 if OF_SQUARES else tl.float32)
-    for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
-        offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
-        inside = offsets < num_elements
-        m = tl.load(m_ptr + offsets, mask=inside, other=0.0)
-        g = tl.load(g_ptr + offsets, mask=inside & has_gradient, other=0.0)
-        # A shut gate may hold back nan and inf: select, never multiply.
-        m = tl.where(is_open, m * mu + g, m)
-        tl.store(m_ptr + offsets, m, mask=inside & is_open)
-        u = m * mu + g if NESTEROV else m
-        if OF_SQUARES:
-            wide = u.to(tl.float64)
-            total += wide * wide
-        else:
-            total = tl.maximum(total, tl.abs(u))
-    if OF_SQUARES:
-        tl.store(kept_ptr + work, tl.sum(total, axis=0))
-    else:
-        tl.store(kept_ptr + work, tl.max(total, axis=0).to(tl.float64))
-
-
-@triton.jit
-def _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV: tl.constexpr):
-    m = tl.load(_matrix_ptr(table_ptr, matrix, 1) + offsets, mask=inside, other=0.0)
-    if NESTEROV:
-        has_gradient = _address(table_ptr, matrix, 0) != 0
-        g_ptr = _matrix_ptr(table_ptr, matrix, 0)
-        m = m * mu + tl.load(g_ptr + offsets, mask=inside & has_gradient, other=0.0)
-    return m
-
-
-@triton.jit
-def _normalize_kernel(
-    table_ptr,
-    kept_ptr,
-    out_ptr,
-    num_elements,
-    mu,
-    num_parts,
-    MAX_PARTS: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    STAGES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write directions divided by their Frobenius norm; a norm of zero divides by one."""
-    work = tl.program_id(0)
-    matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-    parts = tl.arange(0, MAX_PARTS)
-    total = tl.sum(
-        tl.load(kept_ptr + matrix * num_parts + parts, mask=parts < num_parts, other=0.0),
-        axis=0,
-    )
-    inverse = 1.0 / tl.sqrt(tl.where(total == 0.0, 1.0, total))
-    # The inverse may leave fp32's range, and an fp64 product an element would bound the pass: a
-    # power of two in its range, exact, then the rest.
-    bits = inverse.to(tl.int64, bitcast=True)
-    exponent = ((bits >> 52) & 0x7FF).to(tl.int32) - 1023
-    shift = tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT)
-    mantissa = ((bits & 0xFFFFFFFFFFFFF) | (1023 << 52)).to(tl.float64, bitcast=True)
-    rest = mantissa.to(tl.float32) * _power_of_two(exponent - shift)
-    y_ptr = out_ptr + matrix * num_elements
-    for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
-        offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
-        inside = offsets < num_elements
-        u = _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV)
-        y = (u * _power_of_two(shift)) * rest
-        tl.store(y_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _message_kernel(
-    table_ptr,
-    kept_ptr,
-    out_ptr,
-    num_elements,
-    row_stride,
-    mu,
-    num_parts,
-    MAX_PARTS: tl.constexpr,
-    TAIL: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr,
-    ZERO_EXPONENT: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    STAGES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Write directions divided by 2**e, the largest in [0.5, 1), and e behind them."""
-    work = tl.program_id(0)
-    matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-    parts = tl.arange(0, MAX_PARTS)
-    largest = tl.max(
-        tl.load(kept_ptr + matrix * num_parts + parts, mask=parts < num_parts, other=0.0),
-        axis=0,
-    )
-    # Every fp32 is a normal fp64, whose exponent bits are frexp's exponent less one.
-    bits = largest.to(tl.int64, bitcast=True)
-    exponent = ((bits >> 52) & 0x7FF).to(tl.int32) - 1022
-    exponent = tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT)
-    factor = _power_of_two(-exponent)
-    y_ptr = out_ptr + matrix * row_stride
-    for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
-        offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
-        inside = offsets < num_elements
-        u = _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV)
-        tl.store(y_ptr + offsets, (u * factor).to(out_ptr.dtype.element_ty), mask=inside)
-    if part == 0:
-        ends = num_elements + tl.arange(0, TAIL)
-        sent = tl.where(largest == 0.0, ZERO_EXPONENT, exponent)
-        sent = sent.to(tl.float32).to(out_ptr.dtype.element_ty)
-        tl.store(y_ptr + ends, tl.zeros((TAIL,), out_ptr.dtype.element_ty) + sent)
-
-
-@triton.jit
-def _update_kernel(
-    table_ptr,
-    update_ptr,
-    num_elements,
-    kept,
-    step_size,
-    num_parts,
-    STAGES: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """W <- w * kept - step_size * O."""
-    work = tl.program_id(0)
-    matrix, part = (work // num_parts).to(tl.int64), work % num_parts
-    if _is_open(table_ptr, matrix):
-        w_ptr = _matrix_ptr(table_ptr, matrix, 2)
-        o_ptr = update_ptr + matrix * num_elements
-        for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
-            offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
-            inside = offsets < num_elements
-            update = tl.load(o_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-            w = tl.load(w_ptr + offsets, mask=inside, other=0.0)
-            tl.store(w_ptr + offsets, w * kept - step_size * update, mask=inside)
 
 
 def _num_parts(num_matrices: int, num_elements: int) -> int:
@@ -257,6 +75,23 @@ def _num_stages(device: torch.device, read_bytes: int) -> int:
     return min(_MAX_STAGES, 1 + (available - _RESERVED_BYTES) // (read_bytes * _TILE))
 
 
+def _tiling(table_B4: Tensor, num_elements: int, num_parts: int, read_bytes: int) -> dict[str, Any]:
+    """Return what every launch says of tiles.
+
+    Args:
+        table_B4: The matrices.
+        num_elements: Of each.
+        num_parts: Into which each is cut.
+        read_bytes: What the pass reads an element.
+    """
+    return {
+        "STAGES": _num_stages(table_B4.device, read_bytes),
+        "NUM_BLOCKS": _num_blocks(num_elements, num_parts),
+        "TILE": _TILE,
+        **_OPTIONS,
+    }
+
+
 def launch_momentum(
     table_B4: Tensor,
     num_elements: int,
@@ -280,7 +115,7 @@ def launch_momentum(
     record_launch("triton.momentum")
     num_parts = _num_parts(len(table_B4), num_elements)
     kept_BP = torch.empty(len(table_B4), num_parts, dtype=torch.float64, device=table_B4.device)
-    _momentum_kernel[(kept_BP.numel(),)](
+    momentum_kernel[(kept_BP.numel(),)](
         table_B4,
         kept_BP,
         num_elements,
@@ -288,10 +123,7 @@ def launch_momentum(
         num_parts,
         NESTEROV=nesterov,
         OF_SQUARES=keep == "squares",
-        STAGES=_num_stages(table_B4.device, 4 + 4),
-        NUM_BLOCKS=_num_blocks(num_elements, num_parts),
-        TILE=_TILE,
-        **_OPTIONS,
+        **_tiling(table_B4, num_elements, num_parts, 4 + 4),
     )
     return kept_BP
 
@@ -315,7 +147,7 @@ def launch_normalize(
     """
     record_launch("triton.normalize")
     num_parts = kept_BP.shape[1]
-    _normalize_kernel[(kept_BP.numel(),)](
+    normalize_kernel[(kept_BP.numel(),)](
         table_B4,
         kept_BP,
         out_BMN,
@@ -325,10 +157,7 @@ def launch_normalize(
         MAX_PARTS=_MAX_PARTS,
         MAX_EXPONENT=_MAX_EXPONENT,
         NESTEROV=nesterov,
-        STAGES=_num_stages(table_B4.device, 4 + 4 * nesterov),
-        NUM_BLOCKS=_num_blocks(out_BMN[0].numel(), num_parts),
-        TILE=_TILE,
-        **_OPTIONS,
+        **_tiling(table_B4, out_BMN[0].numel(), num_parts, 4 + 4 * nesterov),
     )
 
 
@@ -353,7 +182,7 @@ def launch_message(
     """
     record_launch("triton.message")
     num_parts = kept_BP.shape[1]
-    _message_kernel[(kept_BP.numel(),)](
+    message_kernel[(kept_BP.numel(),)](
         table_B4,
         kept_BP,
         message,
@@ -366,10 +195,7 @@ def launch_message(
         MAX_EXPONENT=_MAX_EXPONENT,
         ZERO_EXPONENT=_ZERO_EXPONENT,
         NESTEROV=nesterov,
-        STAGES=_num_stages(table_B4.device, 4 + 4 * nesterov),
-        NUM_BLOCKS=_num_blocks(message.shape[1] - tail, num_parts),
-        TILE=_TILE,
-        **_OPTIONS,
+        **_tiling(table_B4, message.shape[1] - tail, num_parts, 4 + 4 * nesterov),
     )
 
 
@@ -391,15 +217,12 @@ def launch_update(
     record_launch("triton.update")
     num_elements = update_BMN[0].numel()
     num_parts = _num_parts(len(table_B4), num_elements)
-    _update_kernel[(len(table_B4) * num_parts,)](
+    update_kernel[(len(table_B4) * num_parts,)](
         table_B4,
         update_BMN,
         num_elements,
         1 - decay,
         step_size,
         num_parts,
-        STAGES=_num_stages(table_B4.device, 4 + update_BMN.element_size()),
-        NUM_BLOCKS=_num_blocks(num_elements, num_parts),
-        TILE=_TILE,
-        **_OPTIONS,
+        **_tiling(table_B4, num_elements, num_parts, 4 + update_BMN.element_size()),
     )

@@ -24,7 +24,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.optim.kernels import passes_triton
 
     if not torch.cuda.is_available():
-        if type(passes_triton._update_kernel).__name__ != "InterpretedFunction":
+        if type(passes_triton.update_kernel).__name__ != "InterpretedFunction":
             pytest.skip("needs a GPU or TRITON_INTERPRET=1")
         monkeypatch.setattr(matrix_table, "find_kernels", lambda _: passes_triton)
 
