@@ -4,7 +4,7 @@ Reads no file. `sources.py` and `text/sources.py` use it.
 """
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from trainer.errors import UserError
@@ -31,7 +31,7 @@ def files_under(
     found: list[Path] = []
     for entry in _walk(folder, frozenset(passed_over), set(), field):
         if entry.name.lower().endswith(endings):
-            if not entry.is_file():
+            if not _is(entry.is_file):
                 raise UserError(
                     f"{field}: {entry.path} cannot be read (it is a broken link, a pipe or a "
                     "device): restore the file, or move it away"
@@ -56,8 +56,16 @@ def _walk(
         return
     seen.add((status.st_dev, status.st_ino))
     visible = [entry for entry in entries if not entry.name.startswith(".")]
-    folders = [entry for entry in visible if entry.is_dir()]
-    yield from (entry for entry in visible if not entry.is_dir())
+    folders = [entry for entry in visible if _is(entry.is_dir)]
+    yield from (entry for entry in visible if not _is(entry.is_dir))
     for entry in folders:
         if entry.name not in passed_over:
             yield from _walk(Path(entry.path), passed_over, seen, field)
+
+
+def _is(kind: Callable[[], bool]) -> bool:
+    """Return whether an entry is of a kind; a link to itself, which the system refuses, is not."""
+    try:
+        return kind()
+    except OSError:
+        return False

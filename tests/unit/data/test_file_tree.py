@@ -50,10 +50,16 @@ def test_links_are_followed_and_no_folder_is_entered_twice(tmp_path):
     assert found(corpus, ".txt") == ["a.txt", "file.txt", "folder/b.txt"]
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "loop", "pipe"])
 def test_what_is_no_file_is_refused_by_name(tmp_path, kind):
     path = tmp_path / "a.txt"
-    path.symlink_to(tmp_path / "nowhere") if kind == "link" else os.mkfifo(path)
+    match kind:
+        case "link":
+            path.symlink_to(tmp_path / "nowhere")
+        case "loop":
+            path.symlink_to(path)
+        case _:
+            os.mkfifo(path)
     with pytest.raises(UserError, match=r"val\.source: .*/a\.txt cannot be read \(it is a broken"):
         files_under(tmp_path, [".txt"], "val.source")
     assert found(tmp_path, ".md") == [], "not asked for"
