@@ -121,16 +121,15 @@ class Muon(GatedOptimizer):
         self._options = options or MuonOptions()
         super().__init__(groups, defaults)
         self._group_names = [group.name for group in groups]
-        # Schedulers write into a tensor, so a setting that is one is kept by its value.
-        self._settings = [
-            {
-                key: float(value) if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key not in ("params", "step")
-            }
-            for group in self.param_groups
-        ]
+        self._settings = [_settings_of(group) for group in self.param_groups]
         self._stats: UpdateStats | None = None
+        self._build_steps()
+
+    def _build_steps(self) -> None:
+        """Make what carries out a step under either `impl`.
+
+        Collective: group creation and warming; every rank of every mesh.
+        """
         self._exchange = Exchange(self._device, self._timer)
         self._stacked = StackedStep(
             self.plan,
@@ -300,6 +299,15 @@ class Muon(GatedOptimizer):
         """Put every setting given at construction back in force, `lr` too; `step` stays."""
         for group, settings in zip(self.param_groups, self._settings, strict=True):
             group.update(settings)
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what was given for a group; schedulers write into a tensor, so of one its value."""
+    return {
+        key: float(value) if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "step")
+    }
 
 
 def _read_metrics(times: StepTimes, stats: UpdateStats | None) -> dict[str, float]:
