@@ -104,18 +104,20 @@ def test_collective_that_outlasts_the_timeout_names_the_rank_that_hangs_and_its_
     assert "parallel.timeout_s=4" in second.err
 
 
-def test_rank_that_dies_takes_the_others_down_at_once():
+@pytest.mark.parametrize(("dying", "has_launcher"), [(1, True), (0, True), (0, False)])
+def test_rank_that_dies_takes_the_others_down_at_once(dying, has_launcher):
     code = PROLOGUE + (
         "with open_world(ParallelConfig(device='cpu')):\n"
         "    set_phase('optimizer')\n"
         "    dist.all_reduce(torch.ones(1))\n"
-        "    if rank == 1: os._exit(9)\n"
+        f"    if rank == {dying}: os._exit(9)\n"
         "    dist.all_reduce(torch.ones(1))\n"
     )
-    first, second = launch_ranks(2, code)
-    assert (first.status, second.status) == (1, 9)
-    assert "failed: rank 0 is in phase 'optimizer'" in first.err
-    assert "Traceback" in first.err
+    ends = launch_ranks(2, code, has_launcher=has_launcher)
+    other = ends[1 - dying]
+    assert (ends[dying].status, other.status) == (9, 1)
+    assert f"failed: rank {1 - dying} is in phase 'optimizer'" in other.err
+    assert "Traceback" in other.err
 
 
 def test_signal_to_one_rank_stops_all_after_the_same_step():
