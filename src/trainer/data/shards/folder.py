@@ -5,6 +5,7 @@ fills the folder.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 from collections.abc import Iterator
@@ -77,8 +78,18 @@ def begin(folder: Path, plan: dict[str, Any], tokenizer: PreTrainedTokenizerFast
     if not (folder / "tokenizer").exists():
         with writing(folder):
             partial = folder / "tokenizer.partial"
-            tokenizer.save_pretrained(partial)
+            _save(tokenizer, partial)
             partial.rename(folder / "tokenizer")
+
+
+def _save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        # The tokenizers library raises a plain Exception where a file cannot be written.
+        if type(error) is not Exception:
+            raise
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def _read_plan(path: Path) -> dict[str, Any]:

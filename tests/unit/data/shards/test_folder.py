@@ -52,6 +52,22 @@ def test_a_folder_is_begun_again_wherever_the_first_command_was_killed(tmp_path,
     assert (tmp_path / "tokenizer" / "tokenizer_config.json").exists()
 
 
+@pytest.mark.parametrize("kind", [OSError, Exception])
+def test_a_tokenizer_that_cannot_be_saved_is_told_in_words(tmp_path, monkeypatch, kind):
+    tokenizer = build_byte_tokenizer()
+
+    def fail(folder):
+        folder.mkdir(exist_ok=True)
+        raise kind("No space left on device (os error 28)")
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", fail)
+    with pytest.raises(UserError, match=r"DST='.*' cannot be written \(No space left on device"):
+        begin(tmp_path, {"tokenizer": "a"}, tokenizer)
+    monkeypatch.undo()
+    begin(tmp_path, {"tokenizer": "a"}, tokenizer)
+    assert (tmp_path / "tokenizer" / "tokenizer.json").exists()
+
+
 @pytest.mark.parametrize("content", [b"{", b"\xff"])
 def test_a_damaged_plan_is_refused(tmp_path, content):
     (tmp_path / PLAN).write_bytes(content)
