@@ -31,8 +31,9 @@ from trainer.optim.gated import GatedOptimizer
 from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.kernels.select import KernelChoice
 from trainer.optim.newton_schulz import newton_schulz, orthogonalize_normalized_
-from trainer.optim.options import MuonOptions, plan_with_kernels
+from trainer.optim.options import MuonOptions, choose_kernel_of, plan_with_kernels
 from trainer.optim.per_matrix import PerMatrixStep
+from trainer.optim.per_matrix_pricing import price_per_matrix
 from trainer.optim.pipeline import NS_DTYPES, StackedStep, StepInputs
 from trainer.optim.pipeline_memory import Passes
 from trainer.optim.plan import PlannedGroup
@@ -103,11 +104,12 @@ class Muon(GatedOptimizer):
         flatten: bool = False,
         options: MuonOptions | None = None,
     ) -> None:
+        beta1, beta2 = betas
         defaults = {
             "lr": lr,
             "mu": mu,
-            "beta1": betas[0],
-            "beta2": betas[1],
+            "beta1": beta1,
+            "beta2": beta2,
             "weight_decay": weight_decay,
             "cautious_wd": cautious_wd,
             "algorithm": "muon",
@@ -233,12 +235,23 @@ class Muon(GatedOptimizer):
 
     def price(self) -> Price:
         """Return what a step costs on this rank: FLOPs, bytes over each axis, temporaries."""
+        iteration: Any = {
+            "steps": self._options.ns_steps,
+            "coefficients": self._options.ns_coefficients,
+        }
+        if self._options.impl == "per_matrix":
+            return price_per_matrix(
+                self._planned_groups,
+                partial(choose_kernel_of, self._options, self._device),
+                ns_dtype=self._options.ns_dtype,
+                split_gate_up=self._options.split_gate_up,
+                **iteration,
+            )
         return price_plan(
             self.plan,
             self._planned_groups,
             self.kernels,
-            steps=self._options.ns_steps,
-            coefficients=self._options.ns_coefficients,
+            **iteration,
             passes=Passes(
                 is_by_table=self._device.type == "cuda",
                 is_cautious=any(group["cautious_wd"] for group in self.param_groups),

@@ -75,17 +75,25 @@ def plan_with_kernels(
     choices: list[KernelChoice] = []
 
     def choose(shape: tuple[int, int, int]) -> tuple[str, str]:
-        choices.append(
-            choose_kernel(
-                options.kernel, shape=shape, dtype=NS_DTYPES[options.ns_dtype], device=device
-            )
-        )
+        choices.append(choose_kernel_of(options, device, shape))
         return choices[-1].name, choices[-1].reason
 
     plan_options = PlanOptions(
         options.ns_dtype, options.replicate, options.max_stack_gib, options.split_gate_up
     )
     return build_plan(groups, plan_options, choose), choices
+
+
+def choose_kernel_of(
+    options: MuonOptions, device: torch.device, shape: tuple[int, int, int]
+) -> KernelChoice:
+    """Return the kernel of a stack (B, M, N) on a device.
+
+    Raises:
+        UserError: one asked for by name cannot run.
+    """
+    dtype = NS_DTYPES[options.ns_dtype]
+    return choose_kernel(options.kernel, shape=shape, dtype=dtype, device=device)
 
 
 def _check_split(groups: list[PlannedGroup], options: MuonOptions) -> None:

@@ -6,6 +6,7 @@ Owns the counting, after `per_matrix.py`. The stacked step's price is in `pricin
 import math
 from collections.abc import Callable, Sequence
 
+from trainer.optim.agreement import plan_agreements
 from trainer.optim.bucket import BYTES
 from trainer.optim.bucketing import PlannedGroup, is_gate_up
 from trainer.optim.coefficients import CoefficientTable
@@ -39,7 +40,8 @@ def price_per_matrix(
     flops, temporary, moved = 0, 0, 0
     sent: dict[str, int] = {}
     names: dict[str, str] = {}
-    num_collectives = 0
+    specs = [spec for group in groups for spec in group.parameters]
+    num_collectives = len(plan_agreements(specs))
     for group in groups:
         for spec in group.parameters:
             if group.algorithm != "muon" or not math.prod(spec.shape):
