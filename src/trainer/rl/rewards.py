@@ -32,6 +32,8 @@ class Sample:
         row: The prompt's row as its source gives it.
         where: File and line, or task and item.
         score_task: The reasoning-gym task's own scoring; None for other sources.
+        num_tokens: Of the completion, a stop token counted.
+        is_truncated: Whether it ended for its length.
     """
 
     question: str
@@ -41,6 +43,8 @@ class Sample:
     row: Mapping[str, Any]
     where: str
     score_task: Callable[[str | None], float] | None = None
+    num_tokens: int = 0
+    is_truncated: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Rollouts: prompts are dealt to ranks, completed, scored, gathered and compared in groups.
 
 Owns what happens between prompts and advantages, and that its outcome does not depend on the
-number of ranks. Prompts are `prompts.py`'s, completions the engine's, scores `trainer.rl`'s.
+number of ranks. Prompts are `prompts.py`'s, completions the engine's, scores `judge.py`'s.
 """
 
 import hashlib
@@ -10,19 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from transformers import PreTrainedTokenizerFast
-
 from trainer.config import RLConfig
 from trainer.errors import UserError
+from trainer.loops.rl.judge import Judge
 from trainer.loops.rl.prompts import Prompt, PromptStream
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.watchdog import set_phase
 from trainer.rl.advantages import group_advantages, is_constant
-from trainer.rl.answers import build_extractor
 from trainer.rl.engine import Completion, Engine, Request, Sampling, check_version, go_on
-from trainer.rl.rewards import Sample
 from trainer.rl.rollouts import Rollout, rollout_metrics
-from trainer.rl.scoring import Scorer
 
 EVALUATION = 0
 """Round number whose seeds evaluation uses; rounds of training count from 1."""
@@ -46,10 +42,9 @@ class Collector:
 
     Args:
         config: Of the run.
-        tokenizer: Decodes completions.
         engine: Generates.
         sampling: How.
-        scorer: Rewards.
+        judge: Scores.
         is_asked_to_stop: Whether this rank was, once for ever; talks to no other.
         stop_if_asked: Raises on all ranks if any was. Collective; as often on every rank.
     """
@@ -57,30 +52,22 @@ class Collector:
     def __init__(
         self,
         config: RLConfig,
-        tokenizer: PreTrainedTokenizerFast,
         engine: Engine,
         sampling: Sampling,
-        scorer: Scorer,
+        judge: Judge,
         *,
         is_asked_to_stop: Callable[[], bool] = bool,
         stop_if_asked: Callable[[], None] = go_on,
     ) -> None:
         self._config = config
-        self._tokenizer = tokenizer
         self._engine = engine
         self._sampling = sampling
-        self._extract: Callable[[str], str | None] = build_extractor(config.env.answer)
-        self._scorer = scorer
+        self._judge = judge
         self._is_asked_to_stop = is_asked_to_stop
         self._stop_if_asked = stop_if_asked
         self._ranks = Ranks()
 
-    def collect(
-        self,
-        stream: PromptStream,
-        round_number: int,
-        version: int,
-    ) -> RolloutBatch:
+    def collect(self, stream: PromptStream, round_number: int, version: int) -> RolloutBatch:
         """Return a batch of groups with advantages.
 
         Args:
@@ -196,11 +183,7 @@ class Collector:
             )
 
     def _next_groups(
-        self,
-        stream: PromptStream,
-        round_number: int,
-        num_prompts: int,
-        first: int,
+        self, stream: PromptStream, round_number: int, num_prompts: int, first: int
     ) -> list[tuple[Rollout, ...]]:
         prompts = self._ranks.together(lambda: stream.next_prompts(num_prompts))
         num_samples = self._config.rollout.num_samples
@@ -225,55 +208,13 @@ class Collector:
                 for completion in group:
                     if self._is_asked_to_stop():
                         return groups
-                    rollouts.append(self._rollout(prompt, completion))
+                    rollouts.append(self._judge.judge(prompt, completion))
                 groups.append(tuple(rollouts))
             return groups
 
         groups = self._ranks.together(score)
         self._stop_if_asked()
         return groups
-
-    def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
-        text = self._text(completion)
-        sample = Sample(
-            question=prompt.question,
-            reference=prompt.reference,
-            completion=text,
-            answer=self._extract(text),
-            row=prompt.row,
-            where=prompt.where,
-            score_task=prompt.score_task,
-        )
-        score = self._scorer.score(sample)
-        return Rollout(
-            group=0,
-            where=prompt.where,
-            question=prompt.question,
-            prompt=decode(self._tokenizer, prompt.ids),
-            completion=text,
-            answer=sample.answer,
-            reference=prompt.reference,
-            reward=score.reward - self._penalty(completion),
-            scores=score.parts,
-            is_pass=score.is_pass,
-            num_errors=score.num_errors,
-            advantage=0.0,
-            is_truncated=completion.is_truncated,
-            version=completion.version,
-            prompt_ids=prompt.ids,
-            ids=completion.ids,
-            log_probs=completion.log_probs,
-        )
-
-    def _text(self, completion: Completion) -> str:
-        """Return what was written, without the token that ended it."""
-        ids = completion.ids if completion.is_truncated else completion.ids[:-1]
-        return decode(self._tokenizer, ids, skip_special_tokens=True)
-
-    def _penalty(self, completion: Completion) -> float:
-        rollout = self._config.rollout
-        is_penalized = completion.is_truncated and rollout.truncated == "penalize"
-        return rollout.truncation_penalty if is_penalized else 0.0
 
     def _compare(self, group: Sequence[Rollout], number: int) -> tuple[Rollout, ...]:
         rewards = [rollout.reward for rollout in group]
@@ -282,12 +223,3 @@ class Collector:
             replace(rollout, group=number, advantage=advantage)
             for rollout, advantage in zip(group, advantages, strict=True)
         )
-
-
-def decode(
-    tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], *, skip_special_tokens: bool = False
-) -> str:
-    """Return the text of token ids."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-    assert isinstance(text, str), "one list of ids is one text"
-    return text

@@ -18,6 +18,7 @@ from trainer.errors import UserError
 from trainer.loops.assembly import open_run
 from trainer.loops.due import is_due
 from trainer.loops.rl.collect import Collector
+from trainer.loops.rl.judge import Judge
 from trainer.loops.rl.plot import plot_metrics
 from trainer.loops.rl.policy import Policy
 from trainer.loops.rl.prompts import Prompt, Prompts, setup_prompts, tokenization
@@ -62,10 +63,9 @@ def run_rl(config: RLConfig) -> None:
             )
             collector = Collector(
                 config,
-                tokenizer,
                 engine,
                 sampling,
-                scorer,
+                Judge(config, tokenizer, scorer),
                 is_asked_to_stop=lambda: run.stop_signal.received is not None,
                 stop_if_asked=run.stop_if_asked,
             )

@@ -12,6 +12,7 @@ from tests.support.rl_configs import prompts_file, rl_config
 from trainer.data import build_byte_tokenizer
 from trainer.errors import Interrupted, UserError
 from trainer.loops.rl.collect import Collector
+from trainer.loops.rl.judge import Judge
 from trainer.loops.rl.prompts import setup_prompts
 from trainer.loops.rl.run import stop_ids
 from trainer.parallel import watchdog
@@ -46,8 +47,8 @@ def collect(folder, engine, rewards, *, version=3, stops=None, **changes):
     config = rl_config(folder, env=env, val={"source": None}, **changes)
     stream = setup_prompts(config, TOKENIZER).train
     sampling = Sampling.from_config(config.rollout, stop_ids(config, TOKENIZER))
-    scorer = Scorer.from_config(config.env)
-    collector = Collector(config, TOKENIZER, engine, sampling, scorer, **(stops or {}))
+    judge = Judge(config, TOKENIZER, Scorer.from_config(config.env))
+    collector = Collector(config, engine, sampling, judge, **(stops or {}))
     return collector.collect(stream, 1, version)
 
 
@@ -86,6 +87,18 @@ def test_rollouts_carry_what_was_asked_written_and_earned(tmp_path, rewards_modu
     assert batch.metrics["reward/mean"] == pytest.approx(sum(rewards) / 12)
     assert batch.metrics["rollout/weights_version"] == 3
     assert 0 < batch.metrics["rollout/truncated"] < 1
+
+
+def test_rewards_know_how_long_a_completion_is_and_whether_it_was_cut(tmp_path, rewards_module):
+    def tokens_of_whole(sample):
+        return -1.0 if sample.is_truncated else sample.num_tokens
+
+    with serve() as (_, engine):
+        batch = collect(tmp_path, engine, [function_reward(rewards_module, tokens_of_whole)])
+    rollouts = [rollout for group in batch.groups for rollout in group]
+    assert {rollout.is_truncated for rollout in rollouts} == {True, False}
+    for rollout in rollouts:
+        assert rollout.reward == (-1.0 if rollout.is_truncated else len(rollout.ids))
 
 
 def test_a_rank_that_hangs_would_be_named_with_what_it_does(tmp_path, rewards_module):
@@ -206,7 +219,7 @@ def test_evaluation_takes_one_answer_a_prompt(tmp_path):
     held_out = setup_prompts(config, TOKENIZER).held_out
     with serve() as (server, engine):
         assert isinstance(engine, HttpEngine)
-        scorer = Scorer.from_config(config.env)
-        answers = Collector(config, TOKENIZER, engine, sampling, scorer).evaluate(held_out, 5)
+        judge = Judge(config, TOKENIZER, Scorer.from_config(config.env))
+        answers = Collector(config, engine, sampling, judge).evaluate(held_out, 5)
         assert server.version == 5
     assert [answer.where for answer in answers] == [prompt.where for prompt in held_out]
