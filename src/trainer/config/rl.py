@@ -310,7 +310,7 @@ class RLValConfig(Section):
     fraction: OpenFraction = 0.0
     """Part of the prompts held out when no source is given."""
     num_prompts: Count = 128
-    """Distinct prompts evaluated; a source with fewer is taken whole."""
+    """Distinct prompts evaluated, of a mix in turn from each source; all if there are fewer."""
     interval: CountOrZero = 0
     """Every n steps, and at the end; 0: only at the end."""
     at_start: Bool = True

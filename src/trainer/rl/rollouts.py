@@ -39,6 +39,7 @@ class Rollout:
         ids: Tokens of the completion, a stop token included.
         log_probs: The sampler's, of each of these.
         old_log_probs: The trainer's before the first update; None unless recomputed.
+        source: Name of the prompt's source in a mix; empty without one.
     """
 
     group: int
@@ -59,6 +60,7 @@ class Rollout:
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     old_log_probs: tuple[float, ...] | None = None
+    source: str = ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain JSON."""
@@ -98,13 +100,23 @@ def rollout_metrics(groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
             f"reward/{name}": fmean(rollout.scores[name] for rollout in rollouts)
             for name in rollouts[0].scores
         },
-        "rollout/pass_rate": fmean(rollout.is_pass for rollout in rollouts),
         "rollout/length_mean": fmean(lengths),
         "rollout/length_max": max(lengths),
         "rollout/truncated": fmean(rollout.is_truncated for rollout in rollouts),
         "rollout/constant_groups": fmean(constant),
         "rollout/num_samples": len(rollouts),
+        **pass_rates("rollout/pass_rate", rollouts),
     }
+
+
+def pass_rates(metric: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the share of passes, and of each source of a mix that of its own, by metric name."""
+    by_source: dict[str, list[bool]] = {}
+    for rollout in rollouts:
+        if rollout.source:
+            by_source.setdefault(rollout.source, []).append(rollout.is_pass)
+    apart = {f"{metric}/{name}": fmean(passes) for name, passes in by_source.items()}
+    return {metric: fmean(rollout.is_pass for rollout in rollouts)} | apart
 
 
 def write_rollouts(rollouts: Sequence[Rollout], folder: Path, step: int) -> None:

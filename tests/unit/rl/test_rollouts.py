@@ -2,7 +2,13 @@ import json
 from dataclasses import replace
 
 from tests.support.rollouts import ROLLOUTS
-from trainer.rl.rollouts import Rollout, cut_rollouts_after, in_groups, write_rollouts
+from trainer.rl.rollouts import (
+    Rollout,
+    cut_rollouts_after,
+    in_groups,
+    pass_rates,
+    write_rollouts,
+)
 
 
 def test_a_rollout_survives_json_exactly():
@@ -31,3 +37,15 @@ def test_text_with_line_breaks_of_unicode_stays_on_its_line(tmp_path):
 
 def test_groups_are_runs_of_rollouts():
     assert in_groups(ROLLOUTS[:4], 2) == [tuple(ROLLOUTS[:2]), tuple(ROLLOUTS[2:4])]
+
+
+def test_pass_rates_of_a_mix_are_told_apart():
+    passes = {"a": [True, False], "b": [True, True, False, True]}
+    rollouts = [
+        replace(ROLLOUTS[0], source=source, is_pass=is_pass)
+        for source, values in passes.items()
+        for is_pass in values
+    ]
+    assert pass_rates("rate", rollouts) == {"rate": 4 / 6, "rate/a": 0.5, "rate/b": 0.75}
+    alone = [replace(rollout, source="") for rollout in rollouts]
+    assert pass_rates("rate", alone) == {"rate": 4 / 6}

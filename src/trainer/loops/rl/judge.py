@@ -71,6 +71,7 @@ class Judge:
             prompt_ids=prompt.ids,
             ids=completion.ids,
             log_probs=completion.log_probs,
+            source=prompt.source,
         )
 
     def _text(self, completion: Completion) -> str:

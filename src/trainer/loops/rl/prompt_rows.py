@@ -8,10 +8,19 @@ import datetime
 import numbers
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trainer.config import RLConfig
-from trainer.config.data import Source
+from trainer.config.data import (
+    FilesSource,
+    FunctionSource,
+    HubSource,
+    MixSource,
+    ReasoningGymSource,
+    SingleSource,
+    Source,
+)
 from trainer.config.rl import ExactMatchReward, MathVerifyReward
 from trainer.data.reasoning_gym import ReasoningGymRows
 from trainer.data.rows import BadRow, Row, TextRow, parse_row
@@ -62,6 +71,31 @@ def open_prompt_rows(source: Source, field: str, config: RLConfig) -> tuple[Rows
         else rows
         for rows in open_sources(source, field)
     )
+
+
+def source_names(source: Source) -> list[str]:
+    """Return the name of each source of a mix, by which it is logged apart; of one source, ''.
+
+    Equal names get their number in the mix.
+    """
+    if not isinstance(source, MixSource):
+        return [""]
+    names = [_own_name(part) for part in source.sources]
+    return [
+        f"{name}-{index}" if names.count(name) > 1 else name for index, name in enumerate(names)
+    ]
+
+
+def _own_name(source: SingleSource) -> str:
+    match source:
+        case ReasoningGymSource(task=task):
+            return task
+        case FilesSource(path=path):
+            return Path(path).name
+        case HubSource(name=name):
+            return name
+        case FunctionSource(path=path):
+            return path
 
 
 def needs_answers(config: RLConfig) -> bool:

@@ -6,7 +6,7 @@ templates `trainer.data`'s; completions are scored in `collect.py`.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,13 @@ from trainer.data.order import RowOrder
 from trainer.data.rows import BadRow, ChatRow, Row, question_key, question_text
 from trainer.data.sources import Rows, SplitRows, function_fingerprints, single_sources
 from trainer.errors import UserError
-from trainer.loops.rl.prompt_rows import SCORE_TASK, needs_answers, open_prompt_rows, read_row
+from trainer.loops.rl.prompt_rows import (
+    SCORE_TASK,
+    needs_answers,
+    open_prompt_rows,
+    read_row,
+    source_names,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +40,7 @@ class Prompt:
         reference: The reference answer; empty where the row has none and no reward needs one.
         row: As the source gives it.
         where: File and line, or task and item.
+        source: Name of its source in a mix; empty without one.
         score_task: The task's own scoring; None for other sources.
         key: Equal for equal questions.
     """
@@ -43,6 +50,7 @@ class Prompt:
     reference: str
     row: Mapping[str, Any]
     where: str
+    source: str
     score_task: Callable[[str | None], float] | None
     key: bytes
 
@@ -66,8 +74,13 @@ class PromptReader:
         self._longest = config.data.seq_len - config.rollout.max_new_tokens
         self.counts: Counter[str] = Counter()
 
-    def read(self, rows: Rows, index: int) -> Prompt | None:
+    def read(self, rows: Rows, index: int, source: str) -> Prompt | None:
         """Return a row's prompt, None if it is left out.
+
+        Args:
+            rows: Of a source.
+            index: Of the row.
+            source: The source's name.
 
         Raises:
             UserError: it is bad or too long and the policy says error; names the row.
@@ -92,7 +105,8 @@ class PromptReader:
             return None
         plain = {name: value for name, value in raw.items() if name != SCORE_TASK}
         score_task = raw.get(SCORE_TASK)
-        return Prompt(tuple(ids), question_text(row), row.answer, plain, where, score_task, key)
+        question = question_text(row)
+        return Prompt(tuple(ids), question, row.answer, plain, where, source, score_task, key)
 
     def _with_system(self, row: Row) -> Row:
         system = self._config.env.system
@@ -123,6 +137,7 @@ class PromptStream:
 
     Args:
         sources: At least one.
+        names: Of each.
         weights: Relative share of each.
         reader: Rows to prompts.
         seed: Of the shuffle.
@@ -134,6 +149,7 @@ class PromptStream:
     def __init__(
         self,
         sources: Sequence[Rows],
+        names: Sequence[str],
         weights: Sequence[float],
         reader: PromptReader,
         *,
@@ -142,6 +158,7 @@ class PromptStream:
         fingerprints: Mapping[str, str],
     ) -> None:
         self._sources = sources
+        self._names = names
         self._reader = reader
         self._fingerprints = dict(fingerprints)
         self._order = RowOrder([len(rows) for rows in sources], weights, seed, shuffle)
@@ -184,7 +201,8 @@ class PromptStream:
         rows = self._sources[source]
         # Any 2 n - 1 draws in a row hold a whole epoch, wherever they begin.
         for _ in range(2 * len(rows)):
-            prompt = self._reader.read(rows, self._order.row(self._order.draw(source)))
+            row = self._order.row(self._order.draw(source))
+            prompt = self._reader.read(rows, row, self._names[source])
             if prompt is not None:
                 self._order.keep(source)
                 return prompt
@@ -215,16 +233,18 @@ def setup_prompts(config: RLConfig, tokenizer: PreTrainedTokenizerFast) -> Promp
     opened = open_prompt_rows(config.env.source, "env.source", config)
     train, validation = _split(opened, config)
     reader = PromptReader(config, encoder)
-    held_out = _read_distinct(validation, reader)
+    val_names = source_names(config.val.source or config.env.source)
+    held_out = _read_distinct(validation, val_names, reader)
     stream = PromptStream(
         train,
+        source_names(config.env.source),
         [source.weight for source in single_sources(config.env.source)],
         PromptReader(config, encoder, frozenset(held_out)),
         seed=config.seed,
         shuffle=config.env.shuffle,
         fingerprints=function_fingerprints(opened),
     )
-    evaluated = tuple(held_out.values())[: config.val.num_prompts]
+    evaluated = tuple(_in_turn(held_out.values())[: config.val.num_prompts])
     num_train = sum(len(rows) for rows in train)
     description = (
         f"{num_train:,} prompts from {len(train)} source(s); {len(held_out):,} distinct ones held "
@@ -263,12 +283,24 @@ def _split(opened: tuple[Rows, ...], config: RLConfig) -> tuple[tuple[Rows, ...]
     return tuple(kept), tuple(held_out)
 
 
-def _read_distinct(sources: Sequence[Rows], reader: PromptReader) -> dict[bytes, Prompt]:
+def _read_distinct(
+    sources: Sequence[Rows], names: Sequence[str], reader: PromptReader
+) -> dict[bytes, Prompt]:
     """Return the held-out prompts by key, in the order of their first appearance."""
     found: dict[bytes, Prompt] = {}
-    for rows in sources:
+    for rows, name in zip(sources, names, strict=False):  # without held-out rows no sources
         for index in range(len(rows)):
-            prompt = reader.read(rows, index)
+            prompt = reader.read(rows, index, name)
             if prompt is not None:
                 found.setdefault(prompt.key, prompt)
     return found
+
+
+def _in_turn(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Return prompts in turn from each source, each in its order."""
+    counts: Counter[str] = Counter()
+    places = []
+    for prompt in prompts:
+        places.append((counts[prompt.source], prompt))
+        counts[prompt.source] += 1
+    return [prompt for _, prompt in sorted(places, key=lambda place: place[0])]

@@ -31,7 +31,7 @@ from trainer.parallel.agreement import Ranks
 from trainer.parallel.world import open_world
 from trainer.rl.engine import Sampling
 from trainer.rl.local import LocalEngine
-from trainer.rl.rollouts import Rollout
+from trainer.rl.rollouts import Rollout, pass_rates
 from trainer.rl.scoring import Scorer
 
 SAMPLES_A_RUN = 20
@@ -171,15 +171,15 @@ def evaluate(
     """
     began = time.perf_counter()
     answers = collector.evaluate(held_out, run.progress.step)
-    pass_rate = fmean(rollout.is_pass for rollout in answers)
     metrics = {
-        "val/pass_rate": pass_rate,
+        **pass_rates("val/pass_rate", answers),
         "val/reward": fmean(rollout.reward for rollout in answers),
         "val/errors": sum(rollout.num_errors for rollout in answers),
         "time/evaluate": time.perf_counter() - began,
     }
     for name in answers[0].scores:
         metrics[f"val/reward/{name}"] = fmean(rollout.scores[name] for rollout in answers)
+    pass_rate = metrics["val/pass_rate"]
     run.say(f"held-out pass rate {moment}: {pass_rate:.3f} of {len(answers)} prompts, greedy")
     if run.progress.step in (0, run.config.max_steps):
         run.say("\n".join(sample_text(rollout) for rollout in answers[:NUM_SHOWN_AT_EVALUATION]))

@@ -4,8 +4,9 @@ import datetime
 
 import pytest
 
+from trainer.config.data import FilesSource, FunctionSource, MixSource, ReasoningGymSource
 from trainer.data.rows import BadRow, ChatRow, TextRow
-from trainer.loops.rl.prompt_rows import read_row, reference_text
+from trainer.loops.rl.prompt_rows import read_row, reference_text, source_names
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,14 @@ def test_a_reference_is_text_or_one_value(answer, text):
 def test_what_is_no_one_value_is_refused(answer):
     with pytest.raises(BadRow, match=f"answer is a {type(answer).__name__}: give text or a number"):
         reference_text(answer)
+
+
+def test_sources_of_a_mix_are_named_apart():
+    task = ReasoningGymSource(task="chain_sum", size=5)
+    files, function = FilesSource(path="data/math.jsonl"), FunctionSource(path="my_env:rows")
+    mix = MixSource(sources=(task, files, function, task))
+    assert source_names(mix) == ["chain_sum-0", "math.jsonl", "my_env:rows", "chain_sum-3"]
+    assert source_names(task) == [""]
 
 
 USER = {"role": "user", "content": "2+2?"}

@@ -232,9 +232,14 @@ def test_a_mix_keeps_its_proportions(tmp_path):
         tmp_path,
         env={"source": {"type": "mix", "sources": parts}},
         data={"seq_len": 2048},
-        val={"source": None},
+        val={"source": None, "fraction": 0.1},
     )
-    prompts = setup_prompts(config, TOKENIZER).train.next_prompts(16)
+    setup = setup_prompts(config, TOKENIZER)
+    # Five of each are held out, five of all evaluated: in turn from each.
+    held_out = [prompt.source for prompt in setup.held_out]
+    assert held_out == ["spell_backward", "letter_counting"] * 2 + ["spell_backward"]
+    prompts = setup.train.next_prompts(16)
     tasks = [prompt.where.partition("(")[0] for prompt in prompts]
+    assert [prompt.source for prompt in prompts] == tasks
     assert (tasks.count("spell_backward"), tasks.count("letter_counting")) == (12, 4)
     assert all(prompt.score_task(prompt.reference) == 1.0 for prompt in prompts)
