@@ -189,8 +189,9 @@ def _load_(model: CausalLM, config: ModelConfig) -> None:
     name = config.name
     assert name is not None, "ModelConfig has a source"
     folder = Ranks().together(lambda: locate_model(name, with_weights=True))
-    tied = frozenset({"lm_head.weight"}) if model.config.tie_word_embeddings else frozenset()
-    read = load_weights_(model, folder, ignored=tied)
+    is_tied = model.config.tie_word_embeddings
+    copies = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
+    read = load_weights_(model, folder, copies=copies)
     logger.info(
         "read %d tensors, %.2f GiB from %s", read.num_tensors, read.num_bytes / 2**30, folder
     )

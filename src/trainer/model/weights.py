@@ -5,6 +5,7 @@ the model holds stacks; both forms are read (`hf_names.py`, read next). Writing 
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class WeightsRead:
     num_bytes: int
 
 
-def load_weights_(model: nn.Module, folder: Path, *, ignored: frozenset[str]) -> WeightsRead:
+def load_weights_(model: nn.Module, folder: Path, *, copies: Mapping[str, str]) -> WeightsRead:
     """Fill every parameter of `model` from the safetensors files of `folder`.
 
     All names and shapes are checked before anything is read.
@@ -42,18 +43,19 @@ def load_weights_(model: nn.Module, folder: Path, *, ignored: frozenset[str]) ->
     Args:
         model: Materialized; parameters plain or DTensor.
         folder: Holds `model.safetensors`, or shards with an index.
-        ignored: Names that files may hold and the model does not (tied copies).
+        copies: Tensors that files may hold besides, each with the parameter it must equal: what is
+            tied in the model.
 
     Raises:
         UserError: on all ranks: a file is missing or damaged, a tensor is missing, unknown or
-            misshaped on any of them.
+            misshaped, or a copy differs, on any of them.
 
     Collective: all ranks, one all-gather before reading and one after.
     """
     ranks = Ranks()
     with ExitStack() as stack:
-        files, plan = ranks.together(lambda: _plan(model, OpenFiles(folder, stack), ignored))
-        return ranks.together(lambda: _fill_(model, plan, files))
+        files, plan = ranks.together(lambda: _plan(model, OpenFiles(folder, stack), copies))
+        return ranks.together(lambda: _fill_(model, plan, files, copies))
 
 
 class OpenFiles:
@@ -134,11 +136,11 @@ def _open(file: Path) -> Any:
 
 
 def _plan(
-    model: nn.Module, files: OpenFiles, ignored: frozenset[str]
+    model: nn.Module, files: OpenFiles, copies: Mapping[str, str]
 ) -> tuple[OpenFiles, dict[str, list[Piece]]]:
     """Return the files and, for each parameter, what to read from them; all of it checked."""
     plan = {name: _pieces(name, p, files) for name, p in model.named_parameters()}
-    _check(plan, files, ignored)
+    _check(plan, files, copies)
     return files, plan
 
 
@@ -148,7 +150,7 @@ def _pieces(name: str, parameter: nn.Parameter, files: OpenFiles) -> list[Piece]
     return [Piece(name, shape)] if name in files.names else published_pieces(name, shape)
 
 
-def _check(plan: dict[str, list[Piece]], files: OpenFiles, ignored: frozenset[str]) -> None:
+def _check(plan: dict[str, list[Piece]], files: OpenFiles, copies: Mapping[str, str]) -> None:
     needed = {piece.name: piece for pieces in plan.values() for piece in pieces}
     where = f"model.name={str(files.folder)!r}"
     missing = [name for name in needed if name not in files.names]
@@ -157,7 +159,10 @@ def _check(plan: dict[str, list[Piece]], files: OpenFiles, ignored: frozenset[st
             f"{where} lacks the tensor {_listed(missing)}, which the architecture has: use weights "
             "of this architecture, or set model.weights = 'random'"
         )
-    extra = sorted(files.names - needed.keys() - ignored)
+    for copy, original in copies.items():
+        if copy in files.names:
+            needed[copy] = Piece(copy, needed[original].shape)
+    extra = sorted(files.names - needed.keys())
     if extra:
         raise UserError(
             f"{where} holds the tensor {_listed(extra)} in {files.file_name(extra[0])}, which the "
@@ -173,7 +178,9 @@ def _check(plan: dict[str, list[Piece]], files: OpenFiles, ignored: frozenset[st
 
 
 @torch.no_grad()
-def _fill_(model: nn.Module, plan: dict[str, list[Piece]], files: OpenFiles) -> WeightsRead:
+def _fill_(
+    model: nn.Module, plan: dict[str, list[Piece]], files: OpenFiles, copies: Mapping[str, str]
+) -> WeightsRead:
     num_tensors = num_bytes = 0
     for name, parameter in model.named_parameters():
         held, local = local_box(parameter), local_part(parameter)
@@ -188,7 +195,22 @@ def _fill_(model: nn.Module, plan: dict[str, list[Piece]], files: OpenFiles) -> 
             local[_relative(overlap, held)].copy_(values.view(overlap.sizes))
             num_tensors += 1
             num_bytes += values.nbytes
+    for copy, original in copies.items():
+        if copy in files.names:
+            _check_copy(copy, original, model.get_parameter(original), files)
     return WeightsRead(num_tensors, num_bytes)
+
+
+def _check_copy(copy: str, original: str, parameter: nn.Parameter, files: OpenFiles) -> None:
+    """Compare this rank's part of a copy: transformers would not tie what differs."""
+    local = local_part(parameter)
+    values = files.read(copy, local_box(parameter).slices)
+    if not torch.equal(values.to(local.device, local.dtype), local):
+        raise UserError(
+            f"model.name={str(files.folder)!r}: tensor {copy} in {files.file_name(copy)} differs "
+            f"from {original}, and config.json has tie_word_embeddings=true: set that to false, or "
+            "remove the tensor"
+        )
 
 
 def _place(piece: Piece, shape: tuple[int, ...]) -> Box:

@@ -104,6 +104,22 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
     refuse(folder, rf"lacks the tensor {re.escape(EXPERT)}")
 
 
+@pytest.mark.parametrize("added", [0.0, 1e-3], ids=["equal", "differs"])
+def test_a_tied_copy_must_equal_what_it_is_tied_to(tmp_path: Path, added: float) -> None:
+    """transformers does not tie what differs, whatever config.json says."""
+    transformers_model(dense_architecture(tie_word_embeddings=True)).save_pretrained(tmp_path)
+    embedding = "model.embed_tokens.weight"
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding] + added}))
+    if added:
+        refuse(tmp_path, rf"tensor lm_head\.weight .* differs from {re.escape(embedding)}, and")
+        edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(2, 32)}))
+        refuse(tmp_path, r"tensor lm_head\.weight .* has shape \[2, 32\], the .* \[64, 32\]")
+    else:
+        with one_rank_mesh() as mesh:
+            model = setup_model(pretrained(tmp_path), mesh)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_an_extra_tensor_is_named(folder: Path) -> None:
     edit(folder, lambda tensors: tensors.update({"model.extra.weight": torch.ones(1)}))
     refuse(folder, r"holds the tensor model\.extra\.weight in model\.safetensors")
