@@ -41,7 +41,7 @@ def recover(root: Path) -> None:
 
 
 def free_mib(root: Path) -> float:
-    """Return the free space where checkpoints lie: torch's errors do not say that it is out."""
+    """Return the free space where the checkpoints lie, or will."""
     existing = next(path for path in (root, *root.parents) if path.exists())
     return shutil.disk_usage(existing).free / 2**20
 

@@ -183,12 +183,13 @@ class CheckpointStore:
         return step_folder(self.root, step)
 
     def _not_saved(self, step: int | None, failure: RuntimeError) -> RuntimeError:
+        if self._ranks.is_first:  # torch's own errors do not say that a disk is full
+            logger.error("%.1f MiB are free in %s", free_mib(self.root), self.root)
         latest = self.latest()
         kept = "no checkpoint yet" if latest is None else f"step_{latest} is the latest"
         return RuntimeError(
             f"step_{step} could not be saved in {self.root}: {failure}; the training state is "
-            f"untouched and {kept}: mend the cause ({free_mib(self.root):,.1f} MiB are free "
-            "there), then resume"
+            f"untouched and {kept}: mend the cause, then resume"
         )
 
     def _log_resume(self, step: int) -> None:
