@@ -26,10 +26,13 @@ from trainer.loops.run_folder import (
     free_output_dir,
     held_output_dir,
     naming,
+    origin_of,
     resolve_resume,
     write_config,
 )
 from trainer.metrics import MetricsWriter
+from trainer.model import setup_model
+from trainer.model.causal_lm import CausalLM
 from trainer.optim import setup_optimizer
 from trainer.parallel import build_mesh
 from trainer.parallel.agreement import Ranks
@@ -162,12 +165,13 @@ def _build_step(
     config: RunConfig, world: World, saved: dict[str, Any] | None, num_sources: int
 ) -> TrainStep:
     mesh = build_mesh(config.parallel, world.device.type)
-    model = start_model(
-        config.model,
-        mesh,
-        seed=config.seed,
-        reshard_after_forward=config.parallel.reshard_after_forward,
-    )
+    reshard = config.parallel.reshard_after_forward
+    if saved is None:
+        model = start_model(config.model, mesh, seed=config.seed, reshard_after_forward=reshard)
+    else:
+        origin = Ranks().together(lambda: origin_of(config))
+        network = config.model.model_copy(update={"name": origin})
+        model = setup_model(network, mesh, reshard_after_forward=reshard, fill=leave_to_load)
     optimizer = setup_optimizer(config.optim, model.named_parameters(), mesh)
     settings = StepSettings(
         load_balancing_coef=config.model.load_balancing_coef,
@@ -178,6 +182,10 @@ def _build_step(
     progress = Progress() if saved is None else Progress.from_state(saved["progress"])
     factor = build_schedule(config.scheduler, config.max_steps)
     return TrainStep(model, optimizer, factor, settings, progress)
+
+
+def leave_to_load(model: CausalLM) -> None:
+    """Give a model no values: the checkpoint that is loaded next has them all."""
 
 
 def _open_record(

@@ -11,6 +11,7 @@ from trainer.loops.assembly import open_run
 from trainer.loops.continuations import continue_prompts
 from trainer.loops.evaluate import mean_loss
 from trainer.loops.run import Run
+from trainer.loops.run_folder import origin_of
 from trainer.loops.supervised import train
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.world import open_world
@@ -37,7 +38,7 @@ def run_pretrain(config: PretrainConfig) -> None:
 
 
 def _setup_data(config: PretrainConfig) -> tuple[PreTrainedTokenizerFast, PretrainData]:
-    tokenizer = choose_tokenizer(config.data.tokenizer, config.model.name)
+    tokenizer = choose_tokenizer(config.data.tokenizer, origin_of(config))
     return tokenizer, setup_pretrain_data(config.data, config.val, tokenizer, config.seed)
 
 

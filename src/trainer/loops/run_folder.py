@@ -11,12 +11,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint.manifest import check_files, read_manifest
 from trainer.config import RunConfig
 from trainer.config.dump import dump_config
 from trainer.durable import hold
 from trainer.errors import UserError
 from trainer.metrics import RECORD
-from trainer.saved_steps import CHECKPOINTS, WEIGHTS
+from trainer.saved_steps import CHECKPOINTS, WEIGHTS, list_steps, step_folder
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,27 @@ def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
     if latest is None:
         logger.warning("ckpt.resume='latest': no checkpoint in %s, starting fresh", folder)
     return latest
+
+
+def origin_of(config: RunConfig) -> str | None:
+    """Return where network and tokenizer are read from: `model.name`, on a resume the checkpoint.
+
+    So a run goes on though what it started from has moved, or the hub cannot be reached. Another
+    `model.name` than the checkpoint's is read all the same, and must fit it.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    name, root = config.model.name, Path(config.output_dir) / CHECKPOINTS
+    steps = list_steps(root)
+    step = max(steps, default=None) if config.ckpt.resume == "latest" else config.ckpt.resume
+    if name is None or step not in steps:
+        return name
+    folder = step_folder(root, step)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    saved = manifest.progress.get("config", {}).get("model", {})
+    return str(folder) if saved.get("name") == name else name
 
 
 def write_config(config: RunConfig, *, resumed: bool) -> Path:

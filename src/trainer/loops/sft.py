@@ -8,6 +8,7 @@ from trainer.loops.assembly import open_run
 from trainer.loops.evaluate import mean_loss
 from trainer.loops.greedy import answer_greedily, samples_text
 from trainer.loops.run import Run
+from trainer.loops.run_folder import origin_of
 from trainer.loops.supervised import train
 from trainer.parallel.agreement import Ranks
 from trainer.parallel.world import open_world
@@ -41,7 +42,7 @@ def run_sft(config: SFTConfig) -> None:
 
 
 def _setup_data(config: SFTConfig) -> tuple[PreTrainedTokenizerFast, SFTData]:
-    tokenizer = setup_tokenizer(config.data, config.model.name)
+    tokenizer = setup_tokenizer(config.data, origin_of(config))
     return tokenizer, setup_sft_data(config.data, config.val, tokenizer, config.seed)
 
 

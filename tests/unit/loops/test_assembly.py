@@ -157,3 +157,40 @@ def test_a_disk_that_is_full_at_the_start_is_named_with_the_folder(
     assert main(write_tiny_run(tmp_path)) == 2
     message = f"output_dir='{tmp_path}/run': a run cannot write there ([Errno 28] No space left"
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def from_weights(finished: Path, tmp_path: Path) -> list[str]:
+    """Words of a run that starts from weights in `tmp_path/start`; its first step is done."""
+    shutil.copytree(finished / "run" / "weights" / "step_2", tmp_path / "start")
+    words = write_tiny_run(tmp_path)
+    words += ["--model.name", str(tmp_path / "start"), "--model.weights", "pretrained"]
+    assert main([*words, "--max-steps", "1"]) == 0
+    return words
+
+
+def test_a_run_goes_on_though_what_it_started_from_has_gone(
+    from_weights: list[str], tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    assert main([*from_weights, "--output-dir", str(whole)]) == 0
+    shutil.rmtree(tmp_path / "start")
+    assert main([*from_weights, *LATEST]) == 0
+    assert record(tmp_path) == [1, 2]
+    again, first = (
+        folder / "weights" / "step_2" / "model.safetensors" for folder in (tmp_path / "run", whole)
+    )
+    assert again.read_bytes() == first.read_bytes()
+
+
+def test_another_name_than_the_checkpoints_must_fit_it(
+    from_weights: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = (tmp_path / "start").rename(tmp_path / "moved")
+    assert main([*from_weights, *LATEST, "--model.name", str(moved)]) == 0
+    other = moved.rename(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    assert main([*from_weights, *LATEST, "--max-steps", "3", "--model.name", str(other)]) == 2
+    assert "num_hidden_layers=1 but" in capsys.readouterr().err
+    assert record(tmp_path) == [1, 2]

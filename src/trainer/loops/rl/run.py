@@ -25,6 +25,7 @@ from trainer.loops.rl.prompts import Prompt, Prompts, setup_prompts, tokenizatio
 from trainer.loops.rl.reference import Reference
 from trainer.loops.rl.rounds import Place, Rounds
 from trainer.loops.run import Run
+from trainer.loops.run_folder import origin_of
 from trainer.metrics import RECORD
 from trainer.model.inference import inference
 from trainer.parallel.agreement import Ranks
@@ -81,7 +82,7 @@ def run_rl(config: RLConfig) -> None:
 def _setup(config: RLConfig) -> tuple[PreTrainedTokenizerFast, Prompts, Sampling, Scorer]:
     """Make all that can be refused before a model is built."""
     scorer = Scorer.from_config(config.env)
-    tokenizer = setup_tokenizer(tokenization(config), config.model.name)
+    tokenizer = setup_tokenizer(tokenization(config), origin_of(config))
     prompts = setup_prompts(config, tokenizer)
     sampling = Sampling.from_config(config.rollout, stop_ids(config, tokenizer))
     return tokenizer, prompts, sampling, scorer
