@@ -20,7 +20,7 @@ from trainer.losses import sft_loss
 from trainer.model.causal_lm import CausalLM
 from trainer.model.load_balancing import max_violation
 from trainer.optim import Muon
-from trainer.optim.torch_optimizers import GatedOptimizer
+from trainer.optim.gated import GatedOptimizer
 from trainer.parallel.clip import clip_gradients_
 from trainer.parallel.fsdp import units_alone
 from trainer.parallel.watchdog import set_phase

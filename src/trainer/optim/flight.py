@@ -4,7 +4,7 @@ Owns what a step reads and writes (`StepInputs`) and what a chunk holds between 
 (`Flight`). The phases are `pipeline.py`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,14 @@ class StepInputs:
 
     Attributes:
         parameters: All parameters, as pieces count them.
-        momenta: Their momentum, same order.
+        momentum: Returns a parameter's momentum, by its index.
         groups: The param groups.
         gates: For each parameter, a 0-d bool that lets its update through; None: open.
         stats: Observes the updates; None on steps that are not asked for.
     """
 
     parameters: Sequence[Tensor]
-    momenta: Sequence[Tensor]
+    momentum: Callable[[int], Tensor]
     groups: Sequence[dict[str, Any]]
     gates: Sequence[Tensor | None]
     stats: UpdateStats | None
@@ -110,7 +110,7 @@ def weight_of(segment: Segment, group: dict[str, Any], inputs: StepInputs) -> Te
 
 def momentum_of(segment: Segment, group: dict[str, Any], inputs: StepInputs) -> Tensor:
     """Return a segment's momentum: [B, rows, cols], local."""
-    return _part(inputs.momenta[segment.piece.parameter], segment, group)
+    return _part(inputs.momentum(segment.piece.parameter), segment, group)
 
 
 def gradient_of(segment: Segment, group: dict[str, Any], inputs: StepInputs) -> Tensor | None:

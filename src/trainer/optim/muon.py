@@ -197,8 +197,7 @@ class Muon(GatedOptimizer):
             of the statistics, on steps that collect them. All ranks of the meshes.
         """
         stats = self._begin_stats()
-        momenta = [self.state[parameter]["momentum"] for parameter in self._parameters]
-        inputs = StepInputs(self._parameters, momenta, self.param_groups, gates, stats)
+        inputs = StepInputs(self._parameters, self._momentum, self.param_groups, gates, stats)
         step_others_ = partial(step_adamw_groups_, inputs, self.state, self._timer)
         if self._options.impl == "stacked":
             self._stacked.run(inputs, step_others_)
@@ -209,6 +208,9 @@ class Muon(GatedOptimizer):
             self._presence.wait()
             stats.reduce(self._presence.first_group)
         self._stats = stats
+
+    def _momentum(self, index: int) -> Tensor:
+        return self.state[self._parameters[index]]["momentum"]
 
     def _orthogonalize_bucket(
         self, stack_BMN: Tensor, bucket: int, *, is_normalized: bool

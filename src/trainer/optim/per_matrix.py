@@ -61,7 +61,7 @@ class PerMatrixStep:
     def _update_parameter_(self, index: int, group_number: int, inputs: StepInputs) -> None:
         spec, parameter = self._specs[index], inputs.parameters[index]
         group, gate = inputs.groups[group_number], inputs.gates[index]
-        m = local(inputs.momenta[index])
+        m = local(inputs.momentum(index))
         gradient = None if parameter.grad is None else local(parameter.grad)
         with self._timer.measure("momentum"):
             update_momentum_([m], [gradient], [gate], group["mu"])

@@ -83,17 +83,22 @@ class StackedStep:
         Collective: the plan's exchanges, in slot order; all ranks of the plan's meshes.
         """
         stages = (self._enter, self._turn, self._share, self._finish)
-        flights = [self._flight(*slot) for slot in self._plan.slots]
-        for tick in range(len(flights) + len(stages) - 1):
+        flights: dict[int, Flight] = {}
+        num_slots = len(self._plan.slots)
+        for tick in range(num_slots + len(stages) - 1):
+            if tick < num_slots:
+                # Not before: until its first kernel the device waits for the host.
+                flights[tick] = self._flight(*self._plan.slots[tick])
             for lag, stage in enumerate(stages):
-                if 0 <= tick - lag < len(flights):
+                if 0 <= tick - lag < num_slots:
                     stage(flights[tick - lag], inputs)
+            flights.pop(tick - len(stages) + 1, None)
             if tick == 1:
                 meanwhile()
 
     def _find_table(self, flight: Flight, inputs: StepInputs) -> MatrixTable | None:
         """Return where a chunk's matrices lie; None where kernels that walk a table cannot run."""
-        if matrix_table.find_kernels(inputs.momenta[0].device.type) is None:
+        if matrix_table.find_kernels(inputs.parameters[0].device.type) is None:
             return None
         place = (flight.index, flight.chunk.start, flight.chunk.stop)
         if place not in self._layouts:
@@ -105,7 +110,7 @@ class StackedStep:
         parameters = [inputs.parameters[index] for index in layout.parameters]
         return layout.table(
             [None if p.grad is None else local(p.grad) for p in parameters],
-            [local(inputs.momenta[index]) for index in layout.parameters],
+            [local(inputs.momentum(index)) for index in layout.parameters],
             [local(parameter) for parameter in parameters],
             [inputs.gates[index] for index in layout.parameters],
         )
@@ -259,7 +264,7 @@ class StackedStep:
             if len(update_BMN):
                 with self._timer.measure("update"):
                     apply_chunk_update_(flight, first, update_BMN, inputs)
-        # What a chunk held goes now: chunks themselves live until the step ends.
+        # What a chunk held goes now, before the next one's stage.
         flight.update_BMN = flight.table = flight.kept_BP = None
 
     def _received_updates(self, flight: Flight) -> list[tuple[int, Tensor]]:

@@ -27,7 +27,9 @@ def step(found, gates, algorithm="adamw") -> PhaseTimer:
     momenta = [state[weight]["momentum"] for weight in found]
     timer = PhaseTimer(torch.device("cpu"))
     with torch.no_grad():
-        step_adamw_groups_(StepInputs(found, momenta, [group], gates, None), state, timer)
+        step_adamw_groups_(
+            StepInputs(found, momenta.__getitem__, [group], gates, None), state, timer
+        )
     timer.end_step()
     return timer
 

@@ -54,7 +54,7 @@ def update(sizes, placements, shape, rule, name, gate) -> float:
     timer = PhaseTimer(torch.device("cpu"))
     step = PerMatrixStep([spec], meshes, timer, as_reference, split_gate_up=is_split)
     with torch.no_grad():
-        step.run(StepInputs([parameter], [m], [group], [gate], None))
+        step.run(StepInputs([parameter], [m].__getitem__, [group], [gate], None))
     if gate is None or gate:
         weight, momentum = reference_step(weight, momentum, gradient, rule)
     errors = [
@@ -91,7 +91,9 @@ def test_only_muons_groups_are_updated_and_every_phase_is_timed() -> None:
     specs, meshes = describe_parameters([("other", weights[0]), ("w", weights[1])])
     rule = Rule(lr=0.5, weight_decay=0.0, adjust_lr=None)
     other = {**group_of(rule, weights[:1]), "algorithm": "adamw"}
-    inputs = StepInputs(weights, momenta, [other, group_of(rule, weights[1:])], [None, None], None)
+    inputs = StepInputs(
+        weights, momenta.__getitem__, [other, group_of(rule, weights[1:])], [None, None], None
+    )
     timer = PhaseTimer(torch.device("cpu"))
     with torch.no_grad():
         PerMatrixStep(specs, meshes, timer, torch.sign, split_gate_up=False).run(inputs)

@@ -64,7 +64,9 @@ def step(world, gates) -> tuple[int, list[bool], list[bool], bool]:
     stacked, spy = optimizer._stacked, Spy()
     stacked._orthogonalize = spy.orthogonalize
     with torch.no_grad():
-        stacked.run(StepInputs(parameters, momenta, [GROUP], gates, None), spy.meanwhile)
+        stacked.run(
+            StepInputs(parameters, momenta.__getitem__, [GROUP], gates, None), spy.meanwhile
+        )
     assert spy.num_meanwhile == 1
     right_weights, right_momenta = [], []
     for i, (weight, gradient, gate) in enumerate(zip(full, gradients, gates, strict=True)):
