@@ -7,6 +7,7 @@ Owns small collectives over host objects. Does not own start-up or teardown of t
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from trainer.errors import UserError
@@ -47,6 +48,12 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def is_any(self, fact: bool) -> bool:
+        """Return whether a fact holds on any rank. Collective: all ranks, one all-reduce."""
+        flag = torch.tensor(fact, dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        return bool(flag)
+
     def agree(self, error: str | None, kind: type[Exception] = RuntimeError) -> None:
         """Raise the same `kind` on every rank if any rank has an error.
 
@@ -55,14 +62,14 @@ class Ranks:
         Raises:
             kind: some rank's `error` is not None.
 
-        Collective: all ranks, one all-gather.
+        Collective: all ranks, one all-reduce of a flag; where it is set, one all-gather.
         """
+        if not self.is_any(error is not None):
+            return
         by_message: dict[str, list[int]] = {}
         for rank, message in enumerate(self.gather(error)):
             if message is not None:
                 by_message.setdefault(message, []).append(rank)
-        if not by_message:
-            return
         if len(by_message) == 1 and (len(next(iter(by_message.values()))) == self.size):
             raise kind(next(iter(by_message)))
         raise kind(
@@ -75,7 +82,7 @@ class Ranks:
         Raises:
             UserError: `function` raised it on some rank.
 
-        Collective: all ranks, one all-gather, after `function`.
+        Collective: all ranks, as `agree`, after `function`.
         """
         results: list[T] = []
         error = None

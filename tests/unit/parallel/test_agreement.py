@@ -14,12 +14,15 @@ def _group():
 def answers(ranks: Ranks, *given: str | None) -> Ranks:
     """Let `ranks` hear these answers, as if each came from a rank of its own."""
     ranks.size = len(given)
+    ranks.is_any = lambda _: any(answer is not None for answer in given)
     ranks.gather = lambda _: list(given)
     return ranks
 
 
-def test_no_error_agrees():
-    Ranks().agree(None)
+def test_no_error_agrees_without_a_word_on_the_wire():
+    ranks = Ranks()
+    ranks.gather = lambda _: pytest.fail("messages were gathered though there is none")
+    ranks.agree(None)
 
 
 def test_error_is_raised_in_the_kind_asked_for():

@@ -80,7 +80,7 @@ class Collector:
             RuntimeError: the engine sampled with other weights.
 
         Collective: for the batch, then once for each time constant groups are replaced, as often
-            on every rank: one all-gather of errors in reading prompts, then as `complete`.
+            on every rank: `Ranks.agree` on errors in reading prompts, then as `complete`.
         """
         rollout, began = self._config.rollout, time.perf_counter()
         self._engine.push_weights(version)
@@ -143,8 +143,8 @@ class Collector:
             RuntimeError: the engine sampled with other weights than were pushed.
 
         Collective: one all-gather of digests; prompts are dealt over ranks, the engine generates on
-            all in step, with `stop_if_asked` ahead of each of its batches; then one all-gather of
-            errors in scoring, `stop_if_asked`, and one all-gather of rollouts.
+            all in step, with `stop_if_asked` ahead of each of its batches; then `Ranks.agree`
+            on errors in scoring, `stop_if_asked`, and one all-gather of rollouts.
         """
         # Not timed: sampling rightly takes long, and its collectives have limits of their own.
         set_phase("sample", is_timed=False)
