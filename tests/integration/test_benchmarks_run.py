@@ -63,26 +63,9 @@ def test_train_step_compares_our_step_with_transformers_own():
 
 @pytest.mark.distributed
 def test_train_step_deals_its_packs_to_real_ranks():
-    command = [
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(BENCH / "train_step.py"),
-        "--tiny",
-    ]
-    command += [
-        "--device",
-        "cpu",
-        "--layers",
-        "1",
-        "--tokens",
-        "64",
-        "--seq-len",
-        "16",
-        "--ep",
-        "2",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", str(BENCH / "train_step.py"), "--tiny", "--device", "cpu", "--layers", "1"]
+    command += ["--tokens", "64", "--seq-len", "16", "--ep", "2"]
     command += ["--warm-up", "1", "--steps", "1", "--variants", "ours", "transformers"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
