@@ -88,8 +88,7 @@ def main() -> None:
     """Run the benchmark."""
     arguments = parse_arguments()
     config = read_model(arguments.model, arguments.layers, is_tiny=arguments.tiny)
-    device_type = "cuda" if arguments.device.startswith("cuda") else "cpu"
-    with open_world(ParallelConfig(device=device_type)) as world:
+    with open_world(ParallelConfig(device=arguments.device)) as world:
         run_benchmark(config, arguments, world)
 
 
@@ -126,7 +125,8 @@ def run_benchmark(config: ModelConfig, arguments: argparse.Namespace, world: Wor
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if has_gpu else "cpu")
     parser.add_argument("--model", default="qwen3_30b_a3b", help="a file of configs/models")
     parser.add_argument("--layers", type=int, default=8, help="of the model's")
     parser.add_argument("--ep", type=int, default=1, help="parallel.ep of our variants")
@@ -153,7 +153,7 @@ def run_variant(name: str, config: ModelConfig, arguments: argparse.Namespace, w
     """
     device = world.device
     architecture = resolve_architecture(config)
-    num_packs = max(world.size, arguments.tokens // arguments.seq_len)
+    num_packs = max(1, arguments.tokens // (arguments.seq_len * world.size)) * world.size
     packs = make_packs(num_packs, arguments.seq_len, architecture.vocab_size)
     trainee = build(name, config, packs, arguments, world)
     for _ in range(arguments.warm_up):

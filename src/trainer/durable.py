@@ -83,26 +83,45 @@ def sync_path(path: Path) -> None:
 def hold(folder: Path) -> Iterator[None]:
     """Make a folder and keep it to this process; the system lets go of it if the process dies.
 
-    At the end the lock goes, and the folder too if nothing else came into it.
+    At the end the lock goes, and a folder made here too if nothing else came into it.
 
     Raises:
         BlockingIOError: another process holds it.
         OSError: it cannot be made, or nothing can be written there.
     """
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK
+    try:
+        with _locked(folder / LOCK):
+            yield
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a file made for it, which goes at the end."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise
         except OSError as error:  # such as a network file system without locks
-            logger.warning("%s cannot be locked (%s): start no other run there", folder, error)
-        if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            logger.warning("%s cannot be locked (%s): start no other run there", path.parent, error)
+        if not _is_at(path, os.fstat(lock.fileno())):
             raise BlockingIOError("its lock has just been removed by the process that held it")
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            # What ends the block matters more than a lock that stays.
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                path.unlink()
+
+
+def _is_at(path: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(status, path.stat())
+    except FileNotFoundError:
+        return False

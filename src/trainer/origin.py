@@ -52,9 +52,8 @@ def _problem(folder: Path) -> str | None:
     if steps := _steps_in(folder):
         return f"holds several steps of a run: give {_one_of(steps)}"
     siblings = _steps_in(folder.parent)
-    if (folder / INDEX).exists() or (
-        folder.is_dir() and step_of(folder.with_suffix("")) is not None
-    ):
+    is_step = step_of(Path(folder.name.partition(".")[0])) is not None
+    if (folder / INDEX).exists() or (folder.is_dir() and is_step):
         return f"is no complete checkpoint (unfinished, or files gone): give {_one_of(siblings)}"
     if siblings and not folder.exists():
         return f"is not there: give {_one_of(siblings)}"

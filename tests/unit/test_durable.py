@@ -96,6 +96,23 @@ def test_a_folder_that_nothing_came_into_goes_again(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_empty_folder_of_the_users_stays(tmp_path: Path):
+    with hold(tmp_path):
+        pass
+    assert tmp_path.is_dir()
+
+
+def test_a_lock_that_cannot_be_removed_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ZeroDivisionError), hold(tmp_path):
+        raise ZeroDivisionError
+
+
 def test_a_lock_that_a_killed_process_left_holds_nobody_up(tmp_path: Path):
     (tmp_path / LOCK).touch()
     with hold(tmp_path):

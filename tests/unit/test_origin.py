@@ -39,7 +39,7 @@ def test_a_checkpoint_is_found_with_its_companions(run: Path):
     assert companions(str(checkpoint)) == str(checkpoint / "hf")
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "nowhere/at/all", "./nowhere"])
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "nowhere/at/all", "./nowhere", ".", "/"])
 def test_other_names_are_left_to_those_who_read_them(name: str):
     assert find_checkpoint(name) is None
     assert companions(name) == name

@@ -25,12 +25,15 @@ def files_under(
         passed_over: names of folders that are not entered.
 
     Raises:
-        UserError: a folder cannot be read, or one of the names is that of no regular file.
+        UserError: a folder cannot be read, a link is broken, or one of the names is that of no
+            regular file.
     """
     endings = tuple(suffix.lower() for suffix in suffixes)
     found: list[Path] = []
     for entry in _walk(folder, frozenset(passed_over), set(), field):
-        if entry.name.lower().endswith(endings):
+        is_data = entry.name.lower().endswith(endings)
+        # A broken link may have led to a folder of data, whatever its name.
+        if is_data or (entry.is_symlink() and not os.path.exists(entry.path)):
             if not _is(entry.is_file):
                 raise UserError(
                     f"{field}: {entry.path} cannot be read (it is a broken link, a pipe or a "

@@ -211,8 +211,16 @@ def _open_record(
             run.writer.restore(run.progress.step, saved["metrics"])
         run.display = stack.enter_context(Display(config.max_steps, run.progress.step, kind))
 
+    def open_or_leave_free() -> None:
+        try:
+            open_on_first()
+        except (UserError, OSError):
+            if saved is None:
+                free_output_dir(run.config.output_dir)
+            raise
+
     with naming(run.config.output_dir):
-        ranks.on_first(open_on_first, UserError, OSError)
+        ranks.on_first(open_or_leave_free, UserError, OSError)
 
 
 def _check_equality(ranks: Ranks, place: Resumable) -> None:

@@ -21,7 +21,7 @@ from trainer.errors import Interrupted
 from trainer.loops.display import Display
 from trainer.loops.due import is_due
 from trainer.loops.record import source_losses, step_metrics
-from trainer.metrics import Metrics, MetricsWriter, plain
+from trainer.metrics import RECORD, Metrics, MetricsWriter, plain
 from trainer.model.causal_lm import CausalLM
 from trainer.model.export import save_hf_weights
 from trainer.model.flops import training_flops
@@ -205,7 +205,7 @@ class Run:
         step, folder = self.progress.step, self.folder
         return [
             f"done: {step} steps, {self.progress.trained_tokens:,} trained tokens",
-            f"  metrics     {folder / 'metrics.jsonl'}",
+            f"  metrics     {folder / RECORD}",
             f"  checkpoint  {step_folder(folder / CHECKPOINTS, step)}",
             f"  weights     {self._weights_folder(step)} (Hugging Face layout)",
         ]

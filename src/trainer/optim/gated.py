@@ -17,7 +17,7 @@ from trainer.optim.gate import FiniteGate
 from trainer.optim.groups import NamedGroup
 from trainer.optim.presence import Presence
 from trainer.optim.process_groups import together
-from trainer.optim.spec import describe_parameters
+from trainer.optim.spec import describe_parameters, held_meshes
 from trainer.optim.state import local
 from trainer.optim.timing import PhaseTimer
 
@@ -46,8 +46,8 @@ class GatedOptimizer(torch.optim.Optimizer):
         named = [pair for group in groups for pair in group.named_parameters]
         self._parameters = [parameter for _, parameter in named]
         self._device = local(self._parameters[0]).device
-        self._specs, self._meshes = describe_parameters(named)
-        together(self._meshes, partial(self._check, groups))
+        # Not those of `describe_parameters`, which may refuse on some ranks only.
+        together(held_meshes(named), partial(self._describe_and_check, groups, named))
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = self._init_state(parameter, group)
@@ -55,6 +55,12 @@ class GatedOptimizer(torch.optim.Optimizer):
         self._timer = PhaseTimer(self._device)
         self._presence = Presence(plan_agreements(self._specs), self._meshes, named)
         self._gradients = GradientCheck(named)
+
+    def _describe_and_check(
+        self, groups: Sequence[NamedGroup], named: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        self._specs, self._meshes = describe_parameters(named)
+        self._check(groups)
 
     def _check(self, groups: Sequence[NamedGroup]) -> None:
         """Check what was asked for, without collectives."""

@@ -37,7 +37,8 @@ def together(meshes: Mapping[MeshSpec, DeviceMesh], function: Callable[[], T]) -
     waiting for it in the collectives that follow.
 
     Args:
-        meshes: The ranks, which hear of each other once for each set of them.
+        meshes: The ranks, which hear of each other once for each set of them, in order; of sets
+            that overlap only in part, one that comes before does not hear of one that comes after.
         function: Without collectives.
 
     Raises:

@@ -82,6 +82,18 @@ def describe_parameters(
     return specs, meshes
 
 
+def held_meshes(
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+) -> dict[MeshSpec, DeviceMesh]:
+    """Return the meshes of live parameters that hold this rank."""
+    meshes: dict[MeshSpec, DeviceMesh] = {}
+    members: dict[tuple[int, ...], int] = {}
+    for name, parameter in named_parameters:
+        if isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is not None:
+            _describe_mesh(name, parameter.device_mesh, meshes, members)
+    return meshes
+
+
 def _describe_mesh(
     name: str,
     mesh: DeviceMesh,

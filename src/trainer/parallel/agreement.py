@@ -50,7 +50,9 @@ class Ranks:
 
     def is_any(self, fact: bool) -> bool:
         """Return whether a fact holds on any rank. Collective: all ranks, one all-reduce."""
-        flag = torch.tensor(fact, dtype=torch.int32)
+        # A script may have started its group with NCCL alone.
+        has_cpu = "cpu:" in dist.get_backend_config(self.group)
+        flag = torch.tensor(fact, dtype=torch.int32, device="cpu" if has_cpu else "cuda")
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         return bool(flag)
 

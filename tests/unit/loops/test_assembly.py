@@ -153,10 +153,13 @@ def test_a_disk_that_is_full_at_the_start_is_named_with_the_folder(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(assembly, "write_config", refuse)
-    assert main(write_tiny_run(tmp_path)) == 2
+    words = [*write_tiny_run(tmp_path), "--max-steps", "1"]
+    with monkeypatch.context() as full:
+        full.setattr(assembly, "write_config", refuse)
+        assert main(words) == 2
     message = f"output_dir='{tmp_path}/run': a run cannot write there ([Errno 28] No space left"
     assert message in capsys.readouterr().err
+    assert main(words) == 0, "the folder is free once there is room"
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.threads import run_threads
 from trainer.errors import UserError
@@ -103,6 +103,24 @@ def hear_of_a_shard_that_only_one_rank_cannot_use():
     with pytest.raises(UserError) as refused:
         Muon([("weight", torch.nn.Parameter(weight))])
     return str(refused.value)
+
+
+def hear_of_a_mesh_that_one_rank_is_not_on():
+    world = init_device_mesh("cpu", (3,), mesh_dim_names=("a",))
+    part = DeviceMesh("cpu", [0, 1], mesh_dim_names=("b",))
+    named = [
+        (name, torch.nn.Parameter(DTensor.from_local(torch.ones(2, 4), mesh, (Replicate(),))))
+        for name, mesh in (("everywhere", world), ("somewhere", part))
+    ]
+    with pytest.raises(UserError) as refused:
+        Muon(named)
+    return str(refused.value)
+
+
+def test_a_rank_without_a_part_of_a_parameter_is_heard_by_all() -> None:
+    first, second, third = run_threads(3, hear_of_a_mesh_that_one_rank_is_not_on)
+    assert third.startswith("parameter somewhere lies on the mesh [0, 1], which does not hold this")
+    assert first == second == f"rank 2: {third}"
 
 
 def test_what_one_rank_refuses_all_refuse_before_a_collective() -> None:

@@ -1,4 +1,7 @@
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.support.meshes import one_rank_mesh
 from trainer.errors import UserError
@@ -23,6 +26,20 @@ def test_no_error_agrees_without_a_word_on_the_wire():
     ranks = Ranks()
     ranks.gather = lambda _: pytest.fail("messages were gathered though there is none")
     ranks.agree(None)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"), [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda")], ids=str
+)
+def test_a_flag_lies_where_the_group_can_reduce_it(monkeypatch, backends, device):
+    made: list[str] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(
+        torch, "tensor", lambda fact, dtype, device: made.append(device) or np.int32(fact)
+    )
+    assert Ranks().is_any(True)
+    assert made == [device]
 
 
 def test_error_is_raised_in_the_kind_asked_for():

@@ -79,20 +79,20 @@ def write_shard(job: ShardJob) -> ShardTime:
         UserError: a page cannot be read, or the files cannot be written.
     """
     began = time.perf_counter()
+    pages, encoder = opened(job.request)
     with writing(job.request.folder):
-        shard = _write_files(job)
+        shard = _write_files(job, _documents(pages, job), encoder)
     return ShardTime(shard, time.perf_counter() - began)
 
 
-def _write_files(job: ShardJob) -> Shard:
+def _write_files(job: ShardJob, texts: Iterator[list[str]], encoder: TextEncoder) -> Shard:
     folder = job.request.folder
-    pages, encoder = opened(job.request)
     paths = tokens_path(folder, job.name), ends_path(folder, job.name)
     partials = [path.with_name(path.name + ".partial") for path in paths]
     with partials[0].open("wb") as tokens_file, partials[1].open("wb") as ends_file:
         tokens = _HashedFile(tokens_file, job.dtype)
         ends = _HashedFile(ends_file, ENDS_DTYPE)
-        num_bytes = _write_documents(_documents(pages, job), encoder, tokens, ends)
+        num_bytes = _write_documents(texts, encoder, tokens, ends)
     for partial, path in zip(partials, paths, strict=True):
         partial.replace(path)
     shard = Shard(job.name, ends.count, tokens.count, num_bytes, tokens.checksum, ends.checksum)
