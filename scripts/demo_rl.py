@@ -17,6 +17,7 @@ from trainer.cli.main import main as trainer
 from trainer.config import RLConfig, load_config
 from trainer.data import setup_tokenizer
 from trainer.loops.rl.collect import Collector
+from trainer.loops.rl.judge import Judge
 from trainer.loops.rl.prompts import setup_prompts, tokenization
 from trainer.loops.rl.run import stop_ids
 from trainer.model import setup_model
@@ -105,8 +106,8 @@ def pass_rate(weights: Path) -> float:
             batch_size=config.rollout.batch_size,
         )
         sampling = Sampling.from_config(config.rollout, stop_ids(config, tokenizer))
-        scorer = Scorer.from_config(config.env)
-        collector = Collector(config, tokenizer, engine, sampling, scorer)
+        judge = Judge(config, tokenizer, Scorer.from_config(config.env))
+        collector = Collector(config, engine, sampling, judge)
         answers = collector.evaluate(setup_prompts(config, tokenizer).held_out, 0)
     return fmean(answer.is_pass for answer in answers)
 
