@@ -1,12 +1,11 @@
 """The folder that `trainer tokenize` writes into: begun by one command, and by one at a time.
 
-Owns the plan (`plan.json`), which says what the shards were begun with, and the lock. `writer.py`
-fills the folder.
+Owns the plan (`plan.json`), which says what the shards were begun with. The lock is
+`trainer.durable.hold`; `writer.py` fills the folder.
 """
 
 import contextlib
 import errno
-import fcntl
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from trainer.data.shards.manifest import write_json
+from trainer.durable import LOCK, hold
 from trainer.errors import UserError
 
 PLAN = "plan.json"
-LOCK = ".lock"
 
 
 @contextlib.contextmanager
@@ -28,17 +27,15 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process writes into it, or it cannot be made.
     """
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("w")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"DST={str(folder)!r} is being written by another 'trainer tokenize': wait for it, "
-                "or give another folder"
-            ) from error
+    with contextlib.ExitStack() as stack:
+        with writing(folder):
+            try:
+                stack.enter_context(hold(folder))
+            except BlockingIOError as error:
+                raise UserError(
+                    f"DST={str(folder)!r} is being written by another 'trainer tokenize': wait for "
+                    "it, or give another folder"
+                ) from error
         yield
 
 
