@@ -29,8 +29,14 @@ from trainer.optim.checks import (
 from trainer.optim.exchange import Exchange
 from trainer.optim.gated import GatedOptimizer
 from trainer.optim.groups import NamedGroup, parse_groups
+from trainer.optim.kernels.normalize import normalized_copy
+from trainer.optim.kernels.products import Target
 from trainer.optim.kernels.select import KernelChoice
-from trainer.optim.newton_schulz import newton_schulz, orthogonalize_normalized_
+from trainer.optim.newton_schulz import (
+    newton_schulz,
+    orthogonalize_normalized_,
+    update_weights_,
+)
 from trainer.optim.options import MuonOptions, choose_kernel_of, plan_with_kernels
 from trainer.optim.per_matrix import PerMatrixStep
 from trainer.optim.per_matrix_pricing import price_per_matrix
@@ -138,6 +144,7 @@ class Muon(GatedOptimizer):
             make_groups(self.plan, self._meshes),
             self._exchange,
             self._timer,
+            self.kernels,
             self._orthogonalize_bucket,
         )
         self._per_matrix = PerMatrixStep(
@@ -213,16 +220,26 @@ class Muon(GatedOptimizer):
         return self.state[self._parameters[index]]["momentum"]
 
     def _orthogonalize_bucket(
-        self, stack_BMN: Tensor, bucket: int, *, is_normalized: bool
-    ) -> Tensor:
-        if not is_normalized:
-            return self._newton_schulz(stack_BMN, self.kernels[bucket])
-        return orthogonalize_normalized_(
-            stack_BMN,
-            steps=self._options.ns_steps,
-            coefficients=self._options.ns_coefficients,
-            kernel=self.kernels[bucket],
-        )
+        self,
+        stack_BMN: Tensor,
+        bucket: int,
+        *,
+        is_normalized: bool,
+        targets: Sequence[Target] | None,
+    ) -> Tensor | None:
+        iteration: Any = {
+            "steps": self._options.ns_steps,
+            "coefficients": self._options.ns_coefficients,
+            "kernel": self.kernels[bucket],
+        }
+        if targets is not None:
+            if not is_normalized:
+                stack_BMN = normalized_copy(stack_BMN, NS_DTYPES[self._options.ns_dtype])
+            update_weights_(stack_BMN, targets, **iteration)
+            return None
+        if is_normalized:
+            return orthogonalize_normalized_(stack_BMN, **iteration)
+        return self._newton_schulz(stack_BMN, self.kernels[bucket])
 
     def _newton_schulz(self, stack_BMN: Tensor, kernel: KernelChoice | str) -> Tensor:
         return newton_schulz(

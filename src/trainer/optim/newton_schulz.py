@@ -5,6 +5,7 @@ selection are in kernels/ (start with kernels/select.py).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -17,6 +18,7 @@ from trainer.optim.kernels.iteration import iterate, num_square_buffers
 from trainer.optim.kernels.launches import record_launch
 from trainer.optim.kernels.normalize import normalized_copy
 from trainer.optim.kernels.precision import ieee_matmul
+from trainer.optim.kernels.products import ApplyFunction, Target, UpdateFunction
 from trainer.optim.kernels.select import KernelChoice, choose_kernel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -94,6 +96,33 @@ def orthogonalize_normalized_(
     rows = resolve_coefficients(coefficients, steps)
     with torch.no_grad():
         return _iterate(X_BMN, rows, kernel)
+
+
+def update_weights_(
+    X_BMN: Tensor,
+    targets: Sequence[Target],
+    *,
+    steps: int = 5,
+    coefficients: CoefficientTable = "quintic",
+    kernel: KernelChoice,
+) -> None:
+    """Do as `orthogonalize_normalized_`, and apply the result O to weights in the last product.
+
+    W <- w * kept - step_size * O, with O not rounded before. Everything must be finite, also where
+    `step_size` is 0 because the step is held back.
+
+    Args:
+        X_BMN: as there; overwritten.
+        targets: the weights, all of the stack's matrices in order.
+        steps: as there.
+        coefficients: as there.
+        kernel: one with `fuses_update`.
+    """
+    rows = resolve_coefficients(coefficients, steps)
+    update = kernel.load_products().update
+    assert update is not None, f"kernel {kernel.name!r} fuses no update"
+    with torch.no_grad():
+        _iterate(X_BMN, rows, kernel, partial(_apply_to_targets, update, targets))
 
 
 def newton_schulz_symmetric(X: Tensor, epsilon: float = 0.0) -> Tensor:
@@ -209,12 +238,36 @@ def _orthogonalize(
     return _iterate(normalized_copy(X_BMN, dtype), rows, kernel)
 
 
-def _iterate(X_BMN: Tensor, rows: tuple[Row, ...], kernel: KernelChoice) -> Tensor:
+def _iterate(
+    X_BMN: Tensor,
+    rows: tuple[Row, ...],
+    kernel: KernelChoice,
+    last_apply: ApplyFunction | None = None,
+) -> Tensor:
     """Iterate normalized matrices, on the transposed view of tall ones."""
     _, M, N = X_BMN.shape
     is_tall = M > N
     record_launch(f"newton_schulz.{kernel.name}")
     segments = _segments(rows, X_BMN.dtype, kernel, M, N)
+    wide_BMN = X_BMN.mT if is_tall else X_BMN
     with ieee_matmul(X_BMN.dtype):
-        result_BMN = iterate(X_BMN.mT if is_tall else X_BMN, rows, segments, kernel.load_products())
+        result_BMN = iterate(wide_BMN, rows, segments, kernel.load_products(), last_apply)
     return result_BMN.mT if is_tall else result_BMN
+
+
+def _apply_to_targets(
+    update: UpdateFunction,
+    targets: Sequence[Target],
+    S_BMM: Tensor,
+    X_BMN: Tensor,
+    beta: float,
+    _: Tensor,
+) -> None:
+    """Do an iteration's last product target by target; what it would be written to stays unused."""
+    first = 0
+    for target in targets:
+        part = slice(first, first + len(target.weights_BMN))
+        is_tall = target.weights_BMN.shape[1] > target.weights_BMN.shape[2]
+        weights_BMN = target.weights_BMN.mT if is_tall else target.weights_BMN
+        update(S_BMM[part], X_BMN[part], beta, weights_BMN, target.kept, target.step_size)
+        first = part.stop

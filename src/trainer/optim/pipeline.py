@@ -7,7 +7,8 @@ orthogonalized:
     tick      momentum + exchange in   orthogonalize + exchange out   share   apply
       t            chunk t                     chunk t-1               t-2     t-3
 
-A chunk that needs no exchange is applied at t-2. Every rank launches in the same order, also where
+A chunk that needs no exchange is applied at t-2, or within its last product (`weight_targets.py`).
+Every rank launches in the same order, also where
 it has nothing to do in a chunk.
 """
 
@@ -27,10 +28,13 @@ from trainer.optim.exchange import Exchange
 from trainer.optim.flight import Flight, StepInputs, find_runs, slab_shapes
 from trainer.optim.kernels import matrix_table
 from trainer.optim.kernels.matrix_table import MatrixTable, TableLayout
+from trainer.optim.kernels.products import Target
+from trainer.optim.kernels.select import KernelChoice
 from trainer.optim.plan import Plan
 from trainer.optim.process_groups import BucketGroups
 from trainer.optim.state import local
 from trainer.optim.timing import PhaseTimer
+from trainer.optim.weight_targets import find_targets
 from trainer.optim.wire import TAIL, unpack
 
 NS_DTYPES = {
@@ -43,13 +47,21 @@ NS_DTYPES = {
 class Orthogonalize(Protocol):
     """Orthogonalizes stacks by bucket."""
 
-    def __call__(self, stack_BMN: Tensor, bucket: int, *, is_normalized: bool) -> Tensor:
-        """Return the orthogonalization of a stack, same shape and dtype.
+    def __call__(
+        self,
+        stack_BMN: Tensor,
+        bucket: int,
+        *,
+        is_normalized: bool,
+        targets: Sequence[Target] | None,
+    ) -> Tensor | None:
+        """Return the orthogonalization of a stack, same shape and dtype; None if targets took it.
 
         Args:
             stack_BMN: Contiguous; overwritten if it is normalized.
             bucket: Index of its bucket.
             is_normalized: Whether every matrix has been divided by its Frobenius norm.
+            targets: Weights that take the update as it is made.
         """
         ...
 
@@ -63,9 +75,11 @@ class StackedStep:
         groups: Sequence[BucketGroups],
         exchange: Exchange,
         timer: PhaseTimer,
+        kernels: Sequence[KernelChoice],
         orthogonalize: Orthogonalize,
     ) -> None:
         self._plan = plan
+        self._kernels = kernels
         self._groups = groups
         self._exchange = exchange
         self._timer = timer
@@ -78,14 +92,16 @@ class StackedStep:
 
         Args:
             inputs: What to update.
-            meanwhile: Other work of the step; runs while the first chunk is orthogonalized.
+            meanwhile: Other work of the step; the host prepares it halfway through, when the
+                device has enough to do.
 
         Collective: the plan's exchanges, in slot order; all ranks of the plan's meshes.
         """
         stages = (self._enter, self._turn, self._share, self._finish)
         flights: dict[int, Flight] = {}
         num_slots = len(self._plan.slots)
-        for tick in range(num_slots + len(stages) - 1):
+        num_ticks = num_slots + len(stages) - 1
+        for tick in range(num_ticks):
             if tick < num_slots:
                 # Not before: until its first kernel the device waits for the host.
                 flights[tick] = self._flight(*self._plan.slots[tick])
@@ -93,7 +109,7 @@ class StackedStep:
                 if 0 <= tick - lag < num_slots:
                     stage(flights[tick - lag], inputs)
             flights.pop(tick - len(stages) + 1, None)
-            if tick == 1:
+            if tick == num_ticks // 2:
                 meanwhile()
 
     def _find_table(self, flight: Flight, inputs: StepInputs) -> MatrixTable | None:
@@ -204,14 +220,16 @@ class StackedStep:
         stack_BMN, bucket = flight.stack_BMN, flight.bucket
         if stack_BMN is None:
             return
+        update_BMN: Tensor | None = stack_BMN
         if len(stack_BMN):
+            targets = find_targets(flight, inputs, self._kernels[flight.index])
             with self._timer.measure("newton_schulz"):
-                stack_BMN = self._orthogonalize(
-                    stack_BMN, flight.index, is_normalized=flight.is_normalized
+                update_BMN = self._orthogonalize(
+                    stack_BMN, flight.index, is_normalized=flight.is_normalized, targets=targets
                 )
-            if inputs.stats is not None:
-                inputs.stats.observe(bucket.group, stack_BMN, bucket.lr_scale)
-        flight.stack_BMN, flight.update_BMN = None, stack_BMN
+            if inputs.stats is not None and update_BMN is not None:
+                inputs.stats.observe(bucket.group, update_BMN, bucket.lr_scale)
+        flight.stack_BMN, flight.update_BMN = None, update_BMN
 
     # Exchange out.
 

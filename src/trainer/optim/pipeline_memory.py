@@ -43,7 +43,14 @@ class Held:
 _NOTHING = Held(0, 0, 0, 0, 0, 0, 0)
 
 
-def held_bytes(bucket: Bucket, chunk: Chunk, workspace: int, ns_dtype: str, passes: Passes) -> Held:
+def held_bytes(
+    bucket: Bucket,
+    chunk: Chunk,
+    workspace: int,
+    ns_dtype: str,
+    passes: Passes,
+    is_fused: bool = False,
+) -> Held:
     """Count a chunk's buffers through `pipeline.StackedStep`, stage by stage.
 
     Args:
@@ -52,6 +59,7 @@ def held_bytes(bucket: Bucket, chunk: Chunk, workspace: int, ns_dtype: str, pass
         workspace: Bytes that its orthogonalization allocates, result included.
         ns_dtype: Of stacks and messages.
         passes: How the elementwise passes run.
+        is_fused: Its last product updates the weights and leaves nothing.
     """
     size = BYTES[ns_dtype]
     slab = bucket.local_matrix_shape[0] * bucket.local_matrix_shape[1]
@@ -69,6 +77,8 @@ def held_bytes(bucket: Bucket, chunk: Chunk, workspace: int, ns_dtype: str, pass
         # result, cut up anew, and what is received for it.
         turning = max(stack + max(stack, workspace), stack + turned)
     entered = stack if bucket.num_shards == 1 else share + stack
+    if is_fused:
+        return Held(entering, entered, turning, 0, 0, 0, 0)
     if bucket.num_replicas == 1:
         leaves_early = not bucket.is_exchanged
         sharing = turned + (apart if leaves_early else 0)

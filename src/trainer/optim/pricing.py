@@ -17,6 +17,7 @@ from trainer.optim.newton_schulz import newton_schulz_flops, newton_schulz_works
 from trainer.optim.pipeline import NS_DTYPES
 from trainer.optim.pipeline_memory import ON_A_GPU, Passes, held_bytes, peak_bytes
 from trainer.optim.plan import Plan, PlannedGroup
+from trainer.optim.weight_targets import is_updated_in_product
 from trainer.optim.wire import TAIL
 
 
@@ -64,7 +65,7 @@ def price_plan(
     """
     dtype = NS_DTYPES[plan.options.ns_dtype]
     sent: dict[str, int] = {}
-    flops, held = 0, []
+    flops, moved, held = 0, 0, []
     for b, c in plan.slots:
         bucket, kernel = plan.buckets[b], kernels[b]
         chunk = bucket.chunks[c]
@@ -75,7 +76,9 @@ def price_plan(
         work = newton_schulz_workspace_bytes(
             shape, steps=steps, coefficients=coefficients, dtype=dtype, kernel=kernel
         )
-        held.append(held_bytes(bucket, chunk, work, plan.options.ns_dtype, passes))
+        is_fused = is_updated_in_product(bucket, chunk, kernel, is_cautious=passes.is_cautious)
+        held.append(held_bytes(bucket, chunk, work, plan.options.ns_dtype, passes, is_fused))
+        moved += _moved_bytes(bucket, chunk, plan.options.ns_dtype, is_fused=is_fused)
         for axis, count in _sent_bytes(bucket, chunk, plan.options.ns_dtype).items():
             sent[axis] = sent.get(axis, 0) + count
     names = {f"{b.rows}x{b.cols}": f"{b.kernel} ({b.kernel_reason})" for b in plan.buckets}
@@ -85,7 +88,7 @@ def price_plan(
         num_collectives=plan.num_collectives(),
         state_bytes=state_bytes(groups),
         temporary_bytes=peak_bytes(held),
-        memory_bytes=sum(_moved_bytes(b, plan.options.ns_dtype) for b in plan.buckets),
+        memory_bytes=moved,
         kernels=names,
     )
 
@@ -110,14 +113,16 @@ def _sent_bytes(bucket: Bucket, chunk: Chunk, ns_dtype: str) -> dict[str, int]:
     return sent
 
 
-def _moved_bytes(bucket: Bucket, ns_dtype: str) -> int:
-    """Return bytes read and written around the orthogonalization of a bucket's own matrices."""
+def _moved_bytes(bucket: Bucket, chunk: Chunk, ns_dtype: str, *, is_fused: bool) -> int:
+    """Return bytes read and written around the orthogonalization of a chunk."""
     slab = bucket.local_matrix_shape[0] * bucket.local_matrix_shape[1]
-    elements = slab * sum(piece.num_matrices for piece in bucket.pieces)
     weight = BYTES[bucket.dtype]
-    # Gradient read; momentum and weight read and written; momentum read once more and written
-    # scaled in `ns_dtype`; the update read.
-    return elements * (weight * 6 + BYTES[ns_dtype] * 2)
+    # Gradient read; momentum read and written, read once more and written scaled in `ns_dtype`.
+    moved = weight * 4 + BYTES[ns_dtype]
+    if not is_fused:
+        # The weight read and written; the update read.
+        moved += weight * 2 + BYTES[ns_dtype]
+    return (chunk.stop - chunk.start) * slab * moved
 
 
 def state_bytes(groups: Sequence[PlannedGroup]) -> int:

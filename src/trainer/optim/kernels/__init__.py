@@ -6,6 +6,9 @@
     symmetric.py   QuACK's                                        kernels `symmetric` and `gram`
     syrk.py        emerging_optimizers'                           kernel `syrk`
     gram.py        which steps may be fused                       kernel `gram`
+    weight_update.py
+                   the last product of an iteration, applied to the weights
+    identity.py    adding a multiple of the identity
     normalize.py   Frobenius normalization that cannot overflow
     matrix_table.py, passes_triton.py, passes_kernels.py
                    the elementwise passes of a step, over many parameters at once, on a GPU

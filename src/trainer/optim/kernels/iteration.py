@@ -5,12 +5,13 @@ which products run is the kernel's choice (select.py); how steps are grouped is 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trainer.optim.coefficients import Row
-from trainer.optim.kernels.products import Products
+from trainer.optim.kernels.products import ApplyFunction, Products
 
 _SQUARES_OF_SINGLE_STEP = 2
 _SQUARES_OF_DOUBLE_STEP = 4
@@ -22,7 +23,11 @@ def num_square_buffers(segments: Sequence[int]) -> int:
 
 
 def iterate(
-    X_BMN: Tensor, rows: Sequence[Row], segments: Sequence[int], products: Products
+    X_BMN: Tensor,
+    rows: Sequence[Row],
+    segments: Sequence[int],
+    products: Products,
+    last_apply: ApplyFunction | None = None,
 ) -> Tensor:
     """Apply all rows to a batch of normalized matrices and return the result.
 
@@ -35,9 +40,10 @@ def iterate(
         rows: one (a, b, c) a step.
         segments: lengths, 1 or 2, that add up to the number of rows.
         products: how to multiply.
+        last_apply: takes the place of the last `products.apply`, and may put its result anywhere.
 
     Returns:
-        [B, M, N] in the layout of `X_BMN`: that buffer or a new one.
+        [B, M, N] in the layout of `X_BMN`: that buffer or a new one; what the last `apply` wrote.
     """
     assert sum(segments) == len(rows), "the segments must cover the rows"
     other_BMN = torch.empty_like(X_BMN)
@@ -45,6 +51,8 @@ def iterate(
     squares = [X_BMN.new_empty(num_matrices, M, M) for _ in range(num_square_buffers(segments))]
     start = 0
     for length in segments:
+        if last_apply is not None and start + length == len(rows):
+            products = replace(products, apply=last_apply)
         if length == 1:
             _single_step(X_BMN, rows[start], products, squares, other_BMN)
         else:

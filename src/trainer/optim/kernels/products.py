@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.optim.kernels.identity import add_identity
 from trainer.optim.kernels.launches import record_launch
 
 GramFunction = Callable[[Tensor, Tensor], None]
 SymmetricFunction = Callable[[Tensor, Tensor, Tensor, float, float, Tensor], None]
 ApplyFunction = Callable[[Tensor, Tensor, float, Tensor], None]
 ShiftFunction = Callable[[Tensor, float, Tensor], None]
+UpdateFunction = Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Products:
         apply: `(S_BMM, X_BMN, beta, out_BMN)`: out = S·X + beta·X for symmetric S.
         shift: `(Z_BMM, a, out_BMM)`: out = Z + a·I.
         halves_symmetric: `gram` and `symmetric` compute one triangle and mirror it.
+        update: `(S_BMM, X_BMN, beta, weights_BMN, kept, step_size)`, in place of a last `apply`:
+            W <- w * kept - step_size * (S·X + beta·X), for fp32 weights in the layout of X and
+            two fp32 numbers on the device. None: there is no such product.
     """
 
     gram: GramFunction
@@ -38,21 +43,27 @@ class Products:
     apply: ApplyFunction
     shift: ShiftFunction
     halves_symmetric: bool
+    update: UpdateFunction | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Weights that take an update as it is made.
+
+    Attributes:
+        weights_BMN: float32, of consecutive matrices of a stack, in its layout.
+        kept: float32 [1], on their device: what is kept of them.
+        step_size: float32 [1], there: what is taken of the update.
+    """
+
+    weights_BMN: Tensor
+    kept: Tensor
+    step_size: Tensor
 
 
 def is_column_major(X_BMN: Tensor) -> bool:
     """Tell whether the rows' dim is the contiguous one, as in the transpose of a tall matrix."""
     return X_BMN.stride(-1) != 1
-
-
-def add_identity(Z_BMM: Tensor, a: float, out_BMM: Tensor) -> None:
-    """Write Z + a·I, rounded once; in place it touches the diagonal alone."""
-    # On a CPU, adding a Python number to a 16-bit tensor rounds the number first.
-    wide = torch.promote_types(Z_BMM.dtype, torch.float32)
-    shifted_BM = Z_BMM.diagonal(dim1=-2, dim2=-1).to(wide) + a
-    if out_BMM is not Z_BMM:
-        out_BMM.copy_(Z_BMM)
-    out_BMM.diagonal(dim1=-2, dim2=-1).copy_(shifted_BM)
 
 
 def torch_gram(X_BMN: Tensor, out_BMM: Tensor) -> None:

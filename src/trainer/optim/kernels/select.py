@@ -43,12 +43,14 @@ class KernelChoice:
         reason: why, for the log and the plan.
         halves_symmetric: symmetric products cost half their FLOPs.
         load_products: imports the kernel's package and returns its products.
+        fuses_update: its products have an `update`.
     """
 
     name: KernelName
     reason: str
     halves_symmetric: bool = False
     load_products: Callable[[], Products] = field(default=torch_products, repr=False, compare=False)
+    fuses_update: bool = False
 
 
 def choose_kernel(
@@ -104,12 +106,21 @@ def _choose(
     shorter, longer = sorted(shape[1:])
     if shorter < MIN_SYMMETRIC_ROWS:
         return KernelChoice("dense", f"matrices under {MIN_SYMMETRIC_ROWS} have little to halve")
-    load_products = partial(symmetric.quack_products, capability)
     if longer >= MIN_GRAM_ASPECT[dtype] * shorter:
         reason = f"aspect ratio {longer / shorter:.3g} is at least {MIN_GRAM_ASPECT[dtype]:.3g}"
-        return KernelChoice("gram", reason, True, load_products)
+        return _of_quack("gram", reason, capability)
     reason = f"half the symmetric products; aspect ratio {longer / shorter:.3g} is too low for gram"
-    return KernelChoice("symmetric", reason, True, load_products)
+    return _of_quack("symmetric", reason, capability)
+
+
+def _of_quack(name: KernelName, reason: str, capability: Capability) -> KernelChoice:
+    return KernelChoice(
+        name,
+        reason,
+        halves_symmetric=True,
+        load_products=partial(symmetric.quack_products, capability),
+        fuses_update=capability[0] == symmetric.HOPPER,
+    )
 
 
 def _asked_for_symmetric(
@@ -120,8 +131,7 @@ def _asked_for_symmetric(
     if unmet or capability is None:
         way_out = "meet these needs (pip install 'trainer[gpu]'; optim.ns_dtype=\"bfloat16\")"
         raise refusal("symmetric", shape, dtype, unmet, way_out)
-    load_products = partial(symmetric.quack_products, capability)
-    return KernelChoice("symmetric", "asked for", True, load_products)
+    return _of_quack("symmetric", "asked for", capability)
 
 
 def _asked_for_gram(
@@ -131,8 +141,7 @@ def _asked_for_gram(
     unmet = _unmet_by_quack(shape, dtype, device, machine)
     if unmet or capability is None:
         return KernelChoice("gram", f"asked for; with torch's products ({unmet[0].need} missing)")
-    load_products = partial(symmetric.quack_products, capability)
-    return KernelChoice("gram", "asked for; with QuACK's products", True, load_products)
+    return _of_quack("gram", "asked for; with QuACK's products", capability)
 
 
 def _asked_for_syrk(

@@ -19,9 +19,10 @@ import torch
 from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
+from trainer.optim.kernels.identity import add_identity
 from trainer.optim.kernels.launches import record_launch
 from trainer.optim.kernels.machine import Capability, Machine
-from trainer.optim.kernels.products import Products, add_identity, torch_apply
+from trainer.optim.kernels.products import Products, torch_apply
 from trainer.optim.kernels.requirements import Unmet
 
 DISTRIBUTION = "emerging-optimizers"

@@ -5,11 +5,15 @@ import torch
 
 from trainer.errors import UserError
 from trainer.optim.kernels import choose_kernel, launch_counts, reset_launch_counts
+from trainer.optim.kernels.identity import add_identity
 from trainer.optim.kernels.inputs import hard_inputs
+from trainer.optim.kernels.normalize import normalized_copy
+from trainer.optim.kernels.products import Target
 from trainer.optim.newton_schulz import (
     newton_schulz,
     newton_schulz_symmetric,
     newton_schulz_workspace_bytes,
+    update_weights_,
 )
 
 pytestmark = [
@@ -28,6 +32,7 @@ REAL_SHAPES = [
     (6, 4096, 2048),
     (1, 4096, 4096),
     (4, 7168, 2048),
+    (1, 4608, 4096),
 ]
 
 
@@ -161,6 +166,43 @@ def test_the_workspace_is_what_is_priced(kernel, shape):
     taken = torch.cuda.max_memory_allocated() - before
     priced = newton_schulz_workspace_bytes(shape, kernel=choice)
     assert priced <= taken <= 1.02 * priced
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+@pytest.mark.parametrize("shape", [*REAL_SHAPES, (3, 520, 776), (3, 776, 520)], ids=str)
+def test_the_last_product_updates_weights_as_a_pass_apart(dtype, shape):
+    require_quack()
+    choice = choose("auto", shape, dtype)
+    if not choice.fuses_update:
+        pytest.skip("fused on Hopper alone")
+    X_BMN, weights_BMN = normal(*shape), normal(*shape, seed=1)
+    update_BMN = newton_schulz(X_BMN, dtype=dtype, kernel=choice)
+    kept, step_size = torch.tensor([[0.9], [0.5]], device="cuda").unbind()
+    half = len(X_BMN) // 2
+    shut = Target(weights_BMN[:half].clone(), torch.ones_like(kept), torch.zeros_like(kept))
+    # As rows of larger matrices, as `split_gate_up` cuts them.
+    wider_BMN = weights_BMN[half:].repeat(1, 2, 1)
+    target = Target(wider_BMN[:, : shape[1]], kept, step_size)
+    targets = [target] if half == 0 else [shut, target]
+    for _ in range(2):
+        update_weights_(normalized_copy(X_BMN, dtype), targets, kernel=choice)
+    assert torch.equal(shut.weights_BMN, weights_BMN[:half])
+    assert torch.equal(wider_BMN[:, shape[1] :], weights_BMN[half:])
+    moved_BMN = 0.81 * weights_BMN[half:] - target.weights_BMN
+    error = relative_error(moved_BMN, 0.95 * update_BMN[half:].float())
+    assert error.max() <= (2.5e-3 if dtype == torch.bfloat16 else 4e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BIT], ids=str)
+@pytest.mark.parametrize("M", [40, 768, 1000])
+def test_adding_the_identity_in_one_launch_rounds_as_torch_does(dtype, M):
+    Z_BMM = normal(3, M, M, dtype=dtype)
+    on_cpu_BMM, out_BMM = torch.empty_like(Z_BMM, device="cpu"), torch.empty_like(Z_BMM)
+    add_identity(Z_BMM.cpu(), 4.0848, on_cpu_BMM)
+    add_identity(Z_BMM, 4.0848, out_BMM)
+    add_identity(Z_BMM, 4.0848, Z_BMM)
+    assert torch.equal(out_BMM.cpu(), on_cpu_BMM)
+    assert torch.equal(Z_BMM, out_BMM)
 
 
 def test_float32_stays_ieee_under_tf32():
