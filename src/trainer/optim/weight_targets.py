@@ -4,6 +4,8 @@ Owns that question, for the step and for its price. The product is `kernels/weig
 other chunk is applied by a pass of its own, `chunk_passes.py`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -56,10 +58,17 @@ def find_targets(flight: Flight, inputs: StepInputs, kernel: KernelChoice) -> li
     step_size = float(group["lr"]) * flight.bucket.lr_scale
     kept = 1 - float(group["lr"]) * float(group["weight_decay"])
     gates = [inputs.gates[segment.piece.parameter] for segment in segments]
+    device = weights[0].device
+    # Mostly one gate for all.
+    factors = {id(gate): _gated(gate, kept, step_size, device) for gate in _distinct(gates)}
     return [
-        Target(weights_BMN, *_gated(gate, kept, step_size, weights_BMN.device))
+        Target(weights_BMN, *factors[id(gate)])
         for weights_BMN, gate in zip(weights, gates, strict=True)
     ]
+
+
+def _distinct(gates: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return list({id(gate): gate for gate in gates}.values())
 
 
 def _gated(

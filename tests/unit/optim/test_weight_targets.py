@@ -144,3 +144,39 @@ def test_fused_chunks_move_less_and_hold_less(request) -> None:
     assert apart.memory_bytes - fused.memory_bytes == 12 * 64 * 16 * 32
     assert fused.temporary_bytes < apart.temporary_bytes
     assert fused.flops == apart.flops
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("ns_dtype", ["bfloat16", "float16"])
+def test_fused_updates_on_a_gpu_are_those_of_a_pass_apart(monkeypatch, ns_dtype) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("fused on Hopper alone")
+    pytest.importorskip("quack")
+    shapes = [(16, 1536, 2048), (16, 2048, 768), (4096, 4608)]
+
+    def train(min_elements: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(weight_targets, "MIN_ELEMENTS", min_elements)
+        generator = torch.Generator("cuda").manual_seed(0)
+        parameters = []
+        for shape in shapes:
+            draw = torch.randn(2, *shape, generator=generator, device="cuda")
+            parameters.append(torch.nn.Parameter(draw[0]))
+            parameters[-1].grad = draw[1].clone()
+        optimizer = Muon(
+            parameters, lr=0.1, weight_decay=0.1, options=MuonOptions(ns_dtype=ns_dtype)
+        )
+        begun = [parameter.detach().clone() for parameter in parameters]
+        reset_launch_counts()
+        for finite in (True, True, False):
+            before = [parameter.detach().clone() for parameter in parameters]
+            optimizer.step(finite=torch.tensor(finite, device="cuda"))
+        assert all(map(torch.equal, parameters, before))
+        is_fused = min_elements < 10**9
+        assert launch_counts().get("quack.weight_update", 0) == 9 * is_fused
+        return [p.detach() - 0.99**2 * w for p, w in zip(parameters, begun, strict=True)]
+
+    for fused, apart in zip(train(2**20), train(2**40), strict=True):
+        error = torch.linalg.vector_norm(fused - apart) / torch.linalg.vector_norm(apart)
+        assert error <= (2.5e-3 if ns_dtype == "bfloat16" else 4e-4)

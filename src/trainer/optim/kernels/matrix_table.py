@@ -56,6 +56,7 @@ class TableLayout:
         self._num_elements = runs[0].num_elements
         self._run_B = torch.arange(len(runs)).repeat_interleave(counts)
         self._offset_B1 = 4 * torch.cat(offsets)[:, None]
+        self._latest: tuple[list[list[int]], MatrixTable | None] | None = None
 
     def table(
         self,
@@ -66,7 +67,8 @@ class TableLayout:
     ) -> "MatrixTable | None":
         """Return the table; None where the tensors must be passed over one by one.
 
-        The tensors must outlive the kernels that walk the table.
+        The tensors must outlive the kernels that walk the table. Where all lie as at the last call,
+        that call's table is returned: nothing is copied to the device.
 
         Args:
             gradients: Local shard of each run's; None counts as zeros.
@@ -82,12 +84,20 @@ class TableLayout:
             [*(0 if t is None else t.data_ptr() for t in tensors), _address_of(gate)]
             for tensors, gate in zip(columns, gates, strict=True)
         ]
+        if self._latest is None or self._latest[0] != bases:
+            self._latest = bases, self._make(bases, weights[0].device, kernels)
+        return self._latest[1]
+
+    def _make(
+        self, bases: list[list[int]], device: torch.device, kernels: ModuleType
+    ) -> "MatrixTable | None":
+        """Return the table of tensors that begin at `bases`; None where one is misaligned."""
         lines_B4 = torch.tensor(bases, dtype=torch.int64)[self._run_B]
         lines_B4[:, :3] += self._offset_B1 * (lines_B4[:, :3] != 0)
         if bool((lines_B4[:, :3] % _ALIGNMENT).any()):
             return None
-        if weights[0].device.type == "cuda":
-            lines_B4 = lines_B4.pin_memory().to(weights[0].device, non_blocking=True)
+        if device.type == "cuda":
+            lines_B4 = lines_B4.pin_memory().to(device, non_blocking=True)
         return MatrixTable(lines_B4, self._num_elements, kernels)
 
 
