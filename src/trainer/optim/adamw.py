@@ -55,8 +55,12 @@ def adamw_step_(
     """
     if not parameters:
         return
-    advance = 1.0 if gate is None else gate.to(torch.float32)
-    torch._foreach_add_([parameter.step for parameter in parameters], advance)
+    steps = [parameter.step for parameter in parameters]
+    if gate is None:
+        torch._foreach_add_(steps, 1.0)
+    else:
+        # One for each: given a single 0-d tensor, torch reads it on the host, as a number.
+        torch._foreach_add_(steps, [gate.to(torch.float32)] * len(steps))
     by_dtype: dict[torch.dtype, list[AdamWTensors]] = defaultdict(list)
     for parameter in parameters:
         if parameter.weight.numel():
