@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from tests.support.host_reads import HostReads
+from tests.support.meshes import one_rank_mesh
 from trainer.config.optim import AdamWConfig, MuonConfig, SGDConfig
-from trainer.config.parallel import ParallelConfig
 from trainer.optim import setup_optimizer
-from trainer.parallel import build_mesh
 from trainer.parallel.clip import clip_gradients_
 
 CONFIGS = {
@@ -40,15 +39,16 @@ def draw() -> dict[str, torch.nn.Parameter]:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_step_reads_nothing_back(config) -> None:
     parameters = draw()
-    optimizer = setup_optimizer(config, parameters.items(), build_mesh(ParallelConfig(), "cpu"))
     before = [parameter.detach().clone() for parameter in parameters.values()]
-    for _ in range(2):
-        with HostReads() as reads:
-            norm = clip_gradients_(parameters.values(), 1.0)
-            optimizer.step(finite=norm.finite)
-        assert reads.names == []
-        # This does: it asks for the last step's flag.
-        assert optimizer.settle()
+    with one_rank_mesh() as mesh:
+        optimizer = setup_optimizer(config, parameters.items(), mesh)
+        for _ in range(2):
+            with HostReads() as reads:
+                norm = clip_gradients_(parameters.values(), 1.0)
+                optimizer.step(finite=norm.finite)
+            assert reads.names == []
+            # This does: it asks for the last step's flag.
+            assert optimizer.settle()
     assert not any(map(torch.equal, parameters.values(), before))
 
 
