@@ -132,10 +132,15 @@ def memory_table(record: Record, _: str) -> list[str]:
 TABLES: dict[str, Callable[[Record, str], list[str]]] = {
     "newton_schulz": newton_schulz_table,
     "newton_schulz_float16": newton_schulz_table,
+    "newton_schulz_models": newton_schulz_table,
     "newton_schulz_first_pair": errors_table,
     "muon_step": muon_step_table,
     "muon_step_dion": muon_step_table,
+    "muon_step_variants": muon_step_table,
+    "muon_step_two_gpus": muon_step_table,
     "train_step": train_step_table,
+    "train_step_compiled": train_step_table,
+    "train_step_two_gpus": train_step_table,
     "train_step_memory": memory_table,
 }
 

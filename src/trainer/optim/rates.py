@@ -25,12 +25,13 @@ class Rates:
 
 
 RATES = {
-    # torch 2.11.0+cu130, 2026-11-30, scripts/bench/muon_step.py at 48 layers of Qwen3-30B-A3B:
-    # Newton-Schulz, and the passes around it, as they run within a step; their sum is 2 % under
-    # the step, 6 % at 16 layers. The link is NVLink 4's nominal 450 GB/s at the usual four fifths.
-    "H200": Rates(tflops=590, memory_gb_s=3650, link_gb_s=360),
+    # torch 2.11.0+cu130, 2026-12-01, scripts/bench/muon_step.py at 48 layers of Qwen3-30B-A3B:
+    # Newton-Schulz with the updates that its last product makes, and the passes around it, as they
+    # run within a step; their sum is 2 % under the step. The link is NVLink 4's nominal 450 GB/s at
+    # the usual four fifths.
+    "H200": Rates(tflops=570, memory_gb_s=3300, link_gb_s=360),
     # Same chip, HBM3 instead of HBM3e; not measured: scaled by the data sheets' ratio.
-    "H100": Rates(tflops=590, memory_gb_s=2550, link_gb_s=360),
+    "H100": Rates(tflops=570, memory_gb_s=2300, link_gb_s=360),
 }
 
 
