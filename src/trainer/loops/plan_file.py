@@ -11,7 +11,7 @@ def describe_plan(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's plan as plain JSON; for others than Muon, its class and groups."""
     match optimizer:
         case Muon():
-            return optimizer.plan.as_dict()
+            return {"impl": optimizer.impl, **optimizer.plan.as_dict()}
         case _:
             sizes = [len(group["params"]) for group in optimizer.param_groups]
             return {"optimizer": type(optimizer).__name__, "parameters_per_group": sizes}
@@ -21,9 +21,6 @@ def kernel_choices(optimizer: Optimizer) -> dict[str, str]:
     """Return, per shape, the kernel and why; empty for others than Muon."""
     match optimizer:
         case Muon():
-            return {
-                f"{bucket.rows}x{bucket.cols}": f"{bucket.kernel} ({bucket.kernel_reason})"
-                for bucket in optimizer.plan.buckets
-            }
+            return optimizer.price().kernels
         case _:
             return {}

@@ -252,6 +252,11 @@ class Muon(GatedOptimizer):
 
     # What the loop asks.
 
+    @property
+    def impl(self) -> Literal["stacked", "per_matrix"]:
+        """How a step is carried out."""
+        return self._options.impl
+
     def price(self) -> Price:
         """Return what a step costs on this rank: FLOPs, bytes over each axis, temporaries."""
         iteration: Any = {

@@ -15,6 +15,7 @@ from trainer.errors import UserError
 from trainer.optim.bucketing import is_gate_up
 from trainer.optim.coefficients import CoefficientTable, resolve_coefficients
 from trainer.optim.kernels.select import NAMES, KernelChoice, choose_kernel
+from trainer.optim.per_matrix_plan import plan_per_matrix
 from trainer.optim.pipeline import NS_DTYPES
 from trainer.optim.plan import Plan, PlannedGroup, PlanOptions, build_plan
 
@@ -65,7 +66,7 @@ def check_options(options: MuonOptions) -> None:
 def plan_with_kernels(
     groups: list[PlannedGroup], options: MuonOptions, device: torch.device
 ) -> tuple[Plan, list[KernelChoice]]:
-    """Plan a step and choose each bucket's kernel.
+    """Plan a step and choose each bucket's kernel; `impl = "per_matrix"` has no buckets.
 
     Raises:
         UserError: a parameter or a kernel asked for is not possible.
@@ -81,7 +82,11 @@ def plan_with_kernels(
     plan_options = PlanOptions(
         options.ns_dtype, options.replicate, options.max_stack_gib, options.split_gate_up
     )
-    return build_plan(groups, plan_options, choose), choices
+    plan = build_plan(groups, plan_options, choose)
+    if options.impl == "per_matrix":
+        # What cannot be orthogonalized as it lies is refused under either.
+        return plan_per_matrix(groups, plan_options, choose), []
+    return plan, choices
 
 
 def choose_kernel_of(

@@ -8,11 +8,17 @@ from collections.abc import Callable, Sequence
 
 from trainer.optim.agreement import plan_agreements
 from trainer.optim.bucket import BYTES
-from trainer.optim.bucketing import PlannedGroup, is_gate_up
+from trainer.optim.bucketing import PlannedGroup
 from trainer.optim.coefficients import CoefficientTable
 from trainer.optim.kernels.select import KernelChoice
-from trainer.optim.layout import lay_out, local_shape
+from trainer.optim.layout import local_shape
 from trainer.optim.newton_schulz import newton_schulz_flops, newton_schulz_workspace_bytes
+from trainer.optim.per_matrix_plan import (
+    block_shape,
+    gathered_axes,
+    is_orthogonalized,
+    num_blocks,
+)
 from trainer.optim.pipeline import NS_DTYPES
 from trainer.optim.pricing import Price, state_bytes
 from trainer.optim.spec import ParameterSpec
@@ -44,10 +50,10 @@ def price_per_matrix(
     num_collectives = len(plan_agreements(specs))
     for group in groups:
         for spec in group.parameters:
-            if group.algorithm != "muon" or not math.prod(spec.shape):
+            if not is_orthogonalized(group, spec):
                 continue
-            num_blocks = 2 if split_gate_up and is_gate_up(spec.name) else 1
-            shape = _block_shape(spec, num_blocks, flatten=group.flatten)
+            blocks = num_blocks(spec, split_gate_up=split_gate_up)
+            shape = block_shape(group, spec, blocks)
             kernel = choose_kernel(shape)
             names[f"{shape[1]}x{shape[2]}"] = f"{kernel.name} ({kernel.reason})"
             settings = {
@@ -56,11 +62,11 @@ def price_per_matrix(
                 "dtype": NS_DTYPES[ns_dtype],
                 "kernel": kernel,
             }
-            flops += num_blocks * newton_schulz_flops(shape, **settings)
+            flops += blocks * newton_schulz_flops(shape, **settings)
             work = newton_schulz_workspace_bytes(
                 shape, **settings, input_dtype=NS_DTYPES["float32"]
             )
-            temporary = max(temporary, _temporaries(spec, work, num_blocks, ns_dtype))
+            temporary = max(temporary, _temporaries(spec, work, blocks, ns_dtype))
             moved += math.prod(spec.shape) * (4 * BYTES["float32"] + 2 * BYTES[ns_dtype])
             for axis, count in _reduced_bytes(spec).items():
                 sent[axis] = sent.get(axis, 0) + count
@@ -68,13 +74,7 @@ def price_per_matrix(
     return Price(flops, sent, num_collectives, state_bytes(groups), temporary, moved, names)
 
 
-def _block_shape(spec: ParameterSpec, num_blocks: int, *, flatten: bool) -> tuple[int, int, int]:
-    layout = lay_out(spec, flatten=flatten)
-    num_matrices = math.prod(spec.shape) // (layout.rows * layout.cols)
-    return num_matrices, layout.rows // num_blocks, layout.cols
-
-
-def _temporaries(spec: ParameterSpec, work: int, num_blocks: int, ns_dtype: str) -> int:
+def _temporaries(spec: ParameterSpec, work: int, blocks: int, ns_dtype: str) -> int:
     """Return the most while one parameter is updated.
 
     The whole in fp32 throughout; beside it first the iteration, with blocks that are done; then
@@ -82,19 +82,12 @@ def _temporaries(spec: ParameterSpec, work: int, num_blocks: int, ns_dtype: str)
     """
     numel, local = math.prod(spec.shape), math.prod(local_shape(spec))
     size = BYTES[ns_dtype]
-    iterating = work + size * numel * (num_blocks - 1) // num_blocks
+    iterating = work + size * numel * (blocks - 1) // blocks
     applying = 2 * size * numel + local * (size + BYTES[spec.dtype])
     return BYTES["float32"] * numel + max(iterating, applying)
 
 
 def _reduced_bytes(spec: ParameterSpec) -> dict[str, int]:
     """Return what this rank sends to gather a parameter by all-reduces, by axis."""
-    if spec.mesh is None:
-        return {}
-    axes = zip(spec.mesh.axes, spec.mesh.sizes, spec.placements, strict=True)
     whole = BYTES["float32"] * math.prod(spec.shape)
-    return {
-        axis: 2 * whole * (size - 1) // size
-        for axis, size, placement in axes
-        if placement.dim is not None and size > 1
-    }
+    return {axis: 2 * whole * (size - 1) // size for axis, size in gathered_axes(spec)}

@@ -42,6 +42,8 @@ class Plan:
         buckets: What is orthogonalized together.
         slots: (bucket, chunk) in the order of execution, the same on every rank.
         agreements: Who agrees, before the step, on gradients that some ranks lack.
+        num_gathers: All-reduces by which `impl = "per_matrix"` gathers parameters; it has neither
+            buckets nor slots.
     """
 
     options: PlanOptions
@@ -49,10 +51,12 @@ class Plan:
     buckets: tuple[Bucket, ...]
     slots: tuple[tuple[int, int], ...]
     agreements: Agreements
+    num_gathers: int = 0
 
     def num_exchanges(self) -> int:
         """Return the exchanges this rank joins in a step: in, out, and sharing with replicas."""
-        return sum(b.num_collectives(chunk) for b in self.buckets for chunk in b.chunks)
+        in_buckets = sum(b.num_collectives(chunk) for b in self.buckets for chunk in b.chunks)
+        return in_buckets + self.num_gathers
 
     def num_collectives(self) -> int:
         """Return all collectives this rank joins in a step: exchanges and agreements.
@@ -121,17 +125,7 @@ def _routes(groups: Sequence[PlannedGroup], buckets: Sequence[Bucket]) -> tuple[
 
 def _route(group: PlannedGroup, spec: ParameterSpec, bucket: Bucket | None) -> Route:
     if bucket is None:
-        return Route(
-            spec.name,
-            spec.shape,
-            spec.dtype,
-            group.name,
-            group.algorithm,
-            1.0,
-            "elementwise",
-            "",
-            "",
-        )
+        return elementwise_route(group, spec)
     return Route(
         spec.name,
         spec.shape,
@@ -142,6 +136,13 @@ def _route(group: PlannedGroup, spec: ParameterSpec, bucket: Bucket | None) -> R
         _layout_text(bucket, spec),
         bucket.kernel,
         bucket.kernel_reason,
+    )
+
+
+def elementwise_route(group: PlannedGroup, spec: ParameterSpec) -> Route:
+    """Return the line of a parameter that is updated element by element, or has no elements."""
+    return Route(
+        spec.name, spec.shape, spec.dtype, group.name, group.algorithm, 1.0, "elementwise", "", ""
     )
 
 

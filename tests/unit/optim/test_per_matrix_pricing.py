@@ -37,6 +37,7 @@ def step_and_price(counts: Counter[int]) -> tuple[tuple[int, int], tuple[int, in
         optimizer.step()
     price = optimizer.price()
     done = counts[dist.get_rank()] - before, flops.get_total_flops()
+    assert optimizer.plan.num_collectives() == price.num_collectives
     return done, (price.num_collectives, price.flops)
 
 

@@ -14,6 +14,7 @@ from trainer.optim.groups import group_of
 from trainer.optim.kernels.machine import Machine, assumed_machine
 from trainer.optim.kernels.select import KernelChoice, choose_kernel
 from trainer.optim.kernels.syrk import MINIMUM_VERSION
+from trainer.optim.per_matrix_plan import plan_per_matrix
 from trainer.optim.per_matrix_pricing import price_per_matrix
 from trainer.optim.pipeline import NS_DTYPES
 from trainer.optim.pipeline_memory import Passes
@@ -109,7 +110,7 @@ def _plan_muon(config: MuonConfig, groups: list[PlannedGroup], gpu: GPU) -> tupl
             passes = Passes(is_cautious=config.cautious_wd)
             return plan, price_plan(plan, groups, kernels, **iteration, passes=passes)
         case "per_matrix":
-            return plan, price_per_matrix(
+            return plan_per_matrix(groups, options, choose), price_per_matrix(
                 groups,
                 choose_kernel_of,
                 ns_dtype=config.ns_dtype,
