@@ -3,7 +3,8 @@
     select.py      which kernel for a shape, dtype and machine     (start here)
     iteration.py   the steps, alone or two at a time
     products.py    the products as a value; torch's               kernel `dense`
-    symmetric.py   QuACK's                                        kernels `symmetric` and `gram`
+    symmetric.py, quack_default.py
+                   QuACK's, on Hopper and elsewhere               kernels `symmetric` and `gram`
     syrk.py        emerging_optimizers'                           kernel `syrk`
     gram.py        which steps may be fused                       kernel `gram`
     weight_update.py

@@ -1,7 +1,8 @@
 """QuACK's products: `gemm_symmetric` computes one triangle and mirrors it; `gemm` adds in fp32.
 
-Owns the tiles and the calls into quack-kernels. Whether they can run here is select.py's question.
-Nothing of QuACK is imported before `quack_products` is called.
+Owns Hopper's tiles and the calls into quack-kernels with them; other GPUs' are quack_default.py's.
+Whether they can run here is select.py's question. Nothing of QuACK is imported before
+`quack_products` is called.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from trainer.optim.kernels.identity import add_identity
 from trainer.optim.kernels.launches import record_launch
 from trainer.optim.kernels.machine import Capability
 from trainer.optim.kernels.products import Products, is_column_major
+from trainer.optim.kernels.quack_default import default_products
 
 HOPPER = 9
 SUPPORTED_MAJOR_CAPABILITIES = (8, 9, 10, 11, 12)
@@ -95,7 +97,7 @@ def quack_products(capability: Capability, tiles: Tiles | None = None) -> Produc
         ImportError: quack-kernels, or something that it needs, is missing.
     """
     if capability[0] != HOPPER:
-        return _default_products()
+        return default_products()
     return _hopper_products(tiles or Tiles())
 
 
@@ -224,52 +226,3 @@ def _hopper_update(
 ) -> None:
     options = launch.options(tiles.update, weights_BMN, is_symmetric=False)
     update_weights_(S_BMM, X_BMN, beta, weights_BMN, kept, step_size, options)
-
-
-def _default_products() -> Products:
-    from quack.gemm_interface import gemm, gemm_add, gemm_symmetric  # pyright: ignore[reportMissingImports]
-
-    return Products(
-        gram=partial(_default_gram, gemm_symmetric),
-        symmetric=partial(_default_symmetric, gemm_symmetric),
-        apply=partial(_default_apply, gemm, gemm_add),
-        shift=add_identity,
-        halves_symmetric=True,
-    )
-
-
-def _default_gram(kernel: Callable[..., object], X_BMN: Tensor, out: Tensor) -> None:
-    record_launch("quack.gemm_symmetric")
-    kernel(X_BMN, X_BMN.mT, out=out)
-
-
-def _default_symmetric(
-    kernel: Callable[..., object],
-    A_BMM: Tensor,
-    Z_BMM: Tensor,
-    C_BMM: Tensor,
-    alpha: float,
-    beta: float,
-    out: Tensor,
-) -> None:
-    record_launch("quack.gemm_symmetric")
-    kernel(A_BMM, Z_BMM, C=C_BMM, out=out, alpha=alpha, beta=beta)
-
-
-def _default_apply(
-    multiply: Callable[..., object],
-    multiply_add: Callable[..., object],
-    S_BMM: Tensor,
-    X_BMN: Tensor,
-    beta: float,
-    out: Tensor,
-) -> None:
-    record_launch("quack.gemm")
-    left, right, result = S_BMM, X_BMN, out
-    if is_column_major(X_BMN):
-        left, right, result = X_BMN.mT, S_BMM, out.mT
-    if beta == 0.0:
-        multiply(left, right, out=result, tuned=False)
-    else:
-        addend = right if left is S_BMM else left
-        multiply_add(left, right, addend, out=result, beta=beta, tuned=False)

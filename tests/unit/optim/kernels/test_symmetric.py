@@ -42,6 +42,31 @@ def gemm(
     D.copy_((product if C is None else product + beta * C.float()).to(D.dtype))
 
 
+class Interface:
+    """quack.gemm_interface, at tiles of QuACK's own."""
+
+    @staticmethod
+    def gemm(A, B, *, out, tuned):
+        gemm_add(A, B, None, out, 0.0, tuned)
+
+    @staticmethod
+    def gemm_add(A, B, C, *, out, beta, tuned):
+        gemm_add(A, B, C, out, beta, tuned)
+
+    @staticmethod
+    def gemm_symmetric(A, B, C=None, *, out, alpha=1.0, beta=1.0):
+        product = alpha * (A.float() @ B.float())
+        product = product if C is None else product + beta * C.float()
+        out.copy_((product.tril() + product.tril(-1).mT).to(out.dtype))
+
+
+def gemm_add(A, B, C, out, beta, tuned):
+    assert not tuned, "the autotuner takes a minute a shape"
+    assert contiguous_dims(A, B, C, out)
+    product = A.float() @ B.float()
+    out.copy_((product if C is None else product + beta * C.float()).to(out.dtype))
+
+
 class Epilogue:
     """quack.epilogue.frontend.EpiMod: D = function(A·B, C, operands)["D"]."""
 
@@ -71,6 +96,11 @@ def gemm_epilogue(ops):
 def quack(monkeypatch):
     modules = {"quack": {}, "quack.gemm": {"gemm": gemm}, "quack.epilogue": {}}
     modules["quack.gemm_symmetric"] = {"gemm_symmetric": gemm_symmetric}
+    modules["quack.gemm_interface"] = {
+        "gemm": Interface.gemm,
+        "gemm_add": Interface.gemm_add,
+        "gemm_symmetric": Interface.gemm_symmetric,
+    }
     modules["quack.epilogue.frontend"] = {"gemm_epilogue": gemm_epilogue}
     modules["quack.epilogue.ops"] = {"Scalar": str, "TileLoad": str}
     for name, contents in modules.items():
@@ -88,11 +118,14 @@ def forget_quack():
     sys.modules.pop("trainer.optim.kernels.weight_update", None)
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("kernel", ["symmetric", "gram"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 96, 208), (3, 208, 96), (2, 32, 32)], ids=str)
-def test_quack_products_give_what_dense_gives(quack, kernel, dtype, shape):
-    choice = choose_kernel(kernel, shape=shape, dtype=dtype, device=CUDA, machine=fake_machine())
+def test_quack_products_give_what_dense_gives(quack, capability, kernel, dtype, shape):
+    machine = fake_machine(capability=capability)
+    choice = choose_kernel(kernel, shape=shape, dtype=dtype, device=CUDA, machine=machine)
+    assert choice.fuses_update == (capability[0] == 9)
     X_BMN = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     reset_launch_counts()
     result = newton_schulz(X_BMN, dtype=dtype, kernel=choice)
