@@ -6,6 +6,7 @@ folders through it.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -77,6 +78,17 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def tokenizer_errors() -> Iterator[None]:
+    """Make an OSError of what the tokenizers library raises where it cannot write: an Exception."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(errno.EIO, f"tokenizer: {error}") from error
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from trainer.durable import tokenizer_errors
 from trainer.errors import UserError
 from trainer.model.hf_names import Piece
 
@@ -139,13 +140,8 @@ def write_companions(
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    try:
+    with tokenizer_errors():
         tokenizer.save_pretrained(folder)
-    except Exception as error:
-        # Where it cannot write, the tokenizers library raises a plain Exception.
-        if type(error) is Exception:
-            raise OSError(f"tokenizer: {error}") from error
-        raise
     path = folder / "tokenizer_config.json"
     _write_json(path, published_tokenizer_config(json.loads(path.read_text())))
 

@@ -5,7 +5,6 @@ Owns the plan (`plan.json`), which says what the shards were begun with. The loc
 """
 
 import contextlib
-import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from trainer.data.shards.manifest import write_json
-from trainer.durable import LOCK, hold
+from trainer.durable import LOCK, hold, tokenizer_errors
 from trainer.errors import UserError
 
 PLAN = "plan.json"
@@ -75,18 +74,9 @@ def begin(folder: Path, plan: dict[str, Any], tokenizer: PreTrainedTokenizerFast
     if not (folder / "tokenizer").exists():
         with writing(folder):
             partial = folder / "tokenizer.partial"
-            _save(tokenizer, partial)
+            with tokenizer_errors():
+                tokenizer.save_pretrained(partial)
             partial.rename(folder / "tokenizer")
-
-
-def _save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        # The tokenizers library raises a plain Exception where a file cannot be written.
-        if type(error) is not Exception:
-            raise
-        raise OSError(errno.EIO, str(error)) from error
 
 
 def _read_plan(path: Path) -> dict[str, Any]:
