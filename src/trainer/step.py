@@ -19,8 +19,7 @@ from trainer.data import Pack, PackedBatch
 from trainer.losses import sft_loss
 from trainer.model.causal_lm import CausalLM
 from trainer.model.load_balancing import max_violation
-from trainer.optim import Muon
-from trainer.optim.gated import GatedOptimizer
+from trainer.optim.interface import TrainerOptimizer
 from trainer.parallel.clip import clip_gradients_
 from trainer.parallel.fsdp import units_alone
 from trainer.parallel.watchdog import set_phase
@@ -134,7 +133,7 @@ class TrainStep:
     def __init__(
         self,
         model: CausalLM,
-        optimizer: Muon | GatedOptimizer,
+        optimizer: TrainerOptimizer,
         factor: Callable[[int], float],
         settings: StepSettings,
         progress: Progress,

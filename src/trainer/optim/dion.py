@@ -17,11 +17,12 @@ from trainer.config.optim import DionConfig
 from trainer.errors import UserError
 from trainer.optim.checks import check_flag
 from trainer.optim.groups import NamedGroup, parse_groups
+from trainer.optim.interface import TrainerOptimizer
 from trainer.optim.spec import MeshSpec, ParameterSpec, describe_parameters
 from trainer.optim.state import local
 
 
-class DionMuon(_DionMuon):
+class DionMuon(_DionMuon, TrainerOptimizer):
     """microsoft/dion's Muon with `finite`, `settle` and `timings`."""
 
     @classmethod
@@ -48,23 +49,23 @@ class DionMuon(_DionMuon):
                 _check_flattened(group)
         specs, meshes = describe_parameters(pair for g in muon for pair in g.named_parameters)
         axis_mesh = _axis_mesh(specs, meshes)
-        return cls(
-            [group.as_param_group() for group in named],
-            distributed_mesh=axis_mesh,
-            lr=config.lr,
-            mu=config.mu,
-            betas=(config.betas1, config.betas2),
-            weight_decay=config.weight_decay,
-            cautious_wd=config.cautious_wd,
-            epsilon=config.epsilon,
-            nesterov=config.nesterov,
-            adjust_lr=config.adjust_lr,
-            flatten=config.flatten,
-            use_gram_newton_schulz=config.use_gram_newton_schulz,
-            use_triton=config.use_triton,
-            use_polar_express=config.use_polar_express,
-            newton_schulz_func=newton_schulz_func,
-        )
+        settings: dict[str, Any] = {
+            "distributed_mesh": axis_mesh,
+            "lr": config.lr,
+            "mu": config.mu,
+            "betas": (config.betas1, config.betas2),
+            "weight_decay": config.weight_decay,
+            "cautious_wd": config.cautious_wd,
+            "epsilon": config.epsilon,
+            "nesterov": config.nesterov,
+            "adjust_lr": config.adjust_lr,
+            "flatten": config.flatten,
+            "use_gram_newton_schulz": config.use_gram_newton_schulz,
+            "use_triton": config.use_triton,
+            "use_polar_express": config.use_polar_express,
+            "newton_schulz_func": newton_schulz_func,
+        }
+        return cls([group.as_param_group() for group in named], **settings)
 
     _was_applied = True
 

@@ -15,6 +15,7 @@ from trainer.optim.agreement import plan_agreements
 from trainer.optim.checks import GradientCheck, check_flag, refuse_copy
 from trainer.optim.gate import FiniteGate
 from trainer.optim.groups import NamedGroup
+from trainer.optim.interface import TrainerOptimizer
 from trainer.optim.presence import Presence
 from trainer.optim.process_groups import together
 from trainer.optim.spec import describe_parameters, held_meshes
@@ -22,7 +23,7 @@ from trainer.optim.state import local
 from trainer.optim.timing import PhaseTimer
 
 
-class GatedOptimizer(torch.optim.Optimizer):
+class GatedOptimizer(TrainerOptimizer):
     """A step that a device flag lets through or not, the same on all ranks. Abstract.
 
     State exists from construction, so that its keys agree on all ranks.
@@ -86,7 +87,7 @@ class GatedOptimizer(torch.optim.Optimizer):
         """Change step counts that the host keeps; there are none unless a subclass says so."""
 
     @torch.no_grad()
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(
         self, closure: Callable[[], float] | None = None, *, finite: Tensor | None = None
     ) -> float | None:
         """Update state and weights.

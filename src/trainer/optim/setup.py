@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.optim import AdamWConfig, DionConfig, DionMuonSection, MuonConfig, SGDConfig
 from trainer.errors import UserError
-from trainer.optim.gated import GatedOptimizer
 from trainer.optim.groups import GROUP_NAMES, NamedGroup, check_cover, group_of, sort_parameters
+from trainer.optim.interface import TrainerOptimizer
 from trainer.optim.muon import Muon
 from trainer.optim.options import MuonOptions
 from trainer.optim.plan import PlannedGroup
@@ -28,7 +28,7 @@ def setup_optimizer(
     config: MuonConfig | AdamWConfig | SGDConfig | DionConfig,
     named_parameters: Iterable[tuple[str, Tensor]],
     mesh: DeviceMesh | None = None,
-) -> GatedOptimizer:
+) -> TrainerOptimizer:
     """Build the optimizer that the config asks for.
 
     Every optimizer returned has `step(closure=None, *, finite=None)`, `settle() -> bool` and
@@ -139,7 +139,7 @@ def _setup_muon(config: MuonConfig, groups: list[NamedGroup]) -> Muon:
     )
 
 
-def _setup_dion(config: DionConfig, groups: list[NamedGroup]) -> GatedOptimizer:
+def _setup_dion(config: DionConfig, groups: list[NamedGroup]) -> TrainerOptimizer:
     try:
         from trainer.optim.dion import DionMuon
     except ImportError as error:
