@@ -165,7 +165,8 @@ class TrainStep:
             step's sums; the gradient norm's; the optimizer's exchange. All ranks call.
         """
         device = micro_batches[0].input_ids_PS.device
-        total_weight = torch.tensor(totals.weight, dtype=torch.float32, device=device)
+        # A fill; a tensor of a number would be copied there, and the host would wait for it.
+        total_weight = torch.full((), totals.weight, dtype=torch.float32, device=device)
         losses = [partial(self._supervised_loss, batch, total_weight) for batch in micro_batches]
         return self.train_on(clock, losses, totals)
 
@@ -255,6 +256,7 @@ class TrainStep:
             batch.input_ids_PS,
             position_ids=batch.position_ids_PS,
             target_ids=batch.target_ids_PS,
+            target_rows=batch.target_rows_N,
             token_mask=batch.token_mask_PS,
         )
         terms = sft_loss(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.support.host_reads import HostReads
 from tests.support.meshes import one_rank_mesh
 from tests.support.networks import VOCAB_SIZE, moe_architecture, random_model
 from trainer.clock import Clock
@@ -53,6 +54,17 @@ def test_totals_count_tokens_and_never_padding():
     assert totals.num_pairs == 15 + 6 + 10
     assert totals.source_weights == {0: 8.0 + 3.0, 1: 2.0}
     assert totals.weight == 13.0
+
+
+def test_a_step_reads_nothing_back_but_whether_the_last_one_counted(mesh):
+    step = train_step(mesh, max_norm=1.0, load_balancing_coef=0.1, num_sources=2)
+    packs = [Pack((document(5, source=1), document(3))), Pack((document(4),)), Pack()]
+    with HostReads() as first:
+        run(step, packs)
+    assert first.names == []
+    with HostReads() as second:
+        run(step, packs)
+    assert second.names == ["aten._local_scalar_dense.default"]
 
 
 def test_steps_that_are_not_finite_change_nothing_and_too_many_in_a_row_end_the_run(mesh):

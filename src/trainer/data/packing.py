@@ -101,6 +101,7 @@ class PackedBatch:
         weights_PS: float32, 0 where nothing is trained.
         token_mask_PS: bool, False for padding.
         sources_PS: int64, index in the mix of the source that a token is of; 0 for padding.
+        target_rows_N: int64, the places among all `P·S` positions that have a target, in order.
         num_tokens: positions that are no padding.
         num_trained: positions with a target.
     """
@@ -111,21 +112,30 @@ class PackedBatch:
     weights_PS: Tensor
     token_mask_PS: Tensor
     sources_PS: Tensor
+    target_rows_N: Tensor
     num_tokens: int
     num_trained: int
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Return the same batch on a device."""
+        """Return the same batch on a device; on a GPU it arrives while the host goes on."""
         return PackedBatch(
-            self.input_ids_PS.to(device, non_blocking=True),
-            self.position_ids_PS.to(device, non_blocking=True),
-            self.target_ids_PS.to(device, non_blocking=True),
-            self.weights_PS.to(device, non_blocking=True),
-            self.token_mask_PS.to(device, non_blocking=True),
-            self.sources_PS.to(device, non_blocking=True),
+            _sent(self.input_ids_PS, device),
+            _sent(self.position_ids_PS, device),
+            _sent(self.target_ids_PS, device),
+            _sent(self.weights_PS, device),
+            _sent(self.token_mask_PS, device),
+            _sent(self.sources_PS, device),
+            _sent(self.target_rows_N, device),
             self.num_tokens,
             self.num_trained,
         )
+
+
+def _sent(values: Tensor, device: torch.device | str) -> Tensor:
+    """Return values on a device, from pinned memory where that is a GPU."""
+    if torch.device(device).type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 class HasLength(Protocol):
@@ -234,6 +244,7 @@ def collate(
         torch.from_numpy(weights),
         torch.from_numpy(token_mask),
         torch.from_numpy(sources),
+        torch.from_numpy(np.flatnonzero(targets != MASKED)),
         sum(pack.num_tokens for pack in packs),
         sum(pack.num_trained for pack in packs),
     )

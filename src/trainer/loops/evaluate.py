@@ -29,6 +29,7 @@ def mean_loss(run: Run, packs: Sequence[Pack], data: BatchConfig) -> float:
                 batch.input_ids_PS,
                 position_ids=batch.position_ids_PS,
                 target_ids=batch.target_ids_PS,
+                target_rows=batch.target_rows_N,
             )
             total -= (batch.weights_PS.double() * outputs.log_probs_PS.double()).sum()
     dist.all_reduce(total)

@@ -52,6 +52,7 @@ class TokenScoring(PreTrainedModel):
         target_ids: Tensor | None = None,
         token_mask: Tensor | None = None,
         *,
+        target_rows: Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = False,
         logits: bool = False,
@@ -69,7 +70,14 @@ class TokenScoring(PreTrainedModel):
         assert position_ids is not None, "packs are told apart by position_ids"
         assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
         return forward_tokens(
-            model, input_ids, position_ids, target_ids, token_mask, temperature, with_entropy
+            model,
+            input_ids,
+            position_ids,
+            target_ids,
+            token_mask,
+            target_rows,
+            temperature,
+            with_entropy,
         )
 
 
@@ -130,6 +138,7 @@ def forward_tokens(
     position_ids_PS: Tensor,
     target_ids_PS: Tensor | None,
     token_mask_PS: Tensor | None,
+    target_rows_N: Tensor | None,
     temperature: float,
     with_entropy: bool,
 ) -> TokenOutputs | Tensor:
@@ -143,6 +152,8 @@ def forward_tokens(
             return logits instead, for inputs small enough to hold them.
         token_mask_PS: `[P, S]`, bool, False for padding, which then counts neither in the
             load-balancing loss nor in the experts' token counts; None: every position counts.
+        target_rows_N: `[N]`, int64, the places of targets among the `P·S` positions, in order;
+            None: they are looked for, for which the host waits for the device.
         temperature: Divides the logits.
         with_entropy: Also return the entropy of each prediction.
 
@@ -161,6 +172,7 @@ def forward_tokens(
         model.lm_head.weight,
         target_ids_PS.flatten(),
         temperature=temperature,
+        target_rows_N=target_rows_N,
         chunk_tokens=model.computation.logits_chunk_tokens,
         with_entropy=with_entropy,
     )

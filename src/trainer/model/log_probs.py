@@ -23,6 +23,7 @@ def token_log_probs(
     targets_T: Tensor,
     *,
     temperature: float = 1.0,
+    target_rows_N: Tensor | None = None,
     chunk_tokens: int = 4096,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -32,13 +33,13 @@ def token_log_probs(
     backward. Only rows with a target are computed, so prompts and padding cost nothing. Logits are
     rounded to the dtype of `hidden_TD` as in transformers, then raised to fp32 (fp64 stays fp64).
 
-    Finding the rows with a target waits for the device once.
-
     Args:
         hidden_TD: `[T, D]`, the last hidden states, local.
         weight_VD: `[V, D]`, the output projection, whole on this rank, same dtype.
         targets_T: `[T]`, int64 in `[0, V)`, or -100 for none.
         temperature: divides the logits; above 0.
+        target_rows_N: `[N]`, int64, the rows that have a target, in order; None: they are looked
+            for, for which the host waits for the device.
         chunk_tokens: tokens whose logits exist at once; at least 1.
         with_entropy: also return the entropy of each prediction (no gradient).
 
@@ -48,7 +49,9 @@ def token_log_probs(
         zero, not None.
     """
     weight_VD = _whole(weight_VD)
-    rows_N = (targets_T != IGNORED_TARGET).nonzero().squeeze(1)
+    rows_N = target_rows_N
+    if rows_N is None:
+        rows_N = (targets_T != IGNORED_TARGET).nonzero().squeeze(1)
     log_probs_T, entropy_T = _TokenLogProbs.apply(  # pyright: ignore[reportGeneralTypeIssues]
         hidden_TD, weight_VD, targets_T, rows_N, temperature, chunk_tokens, with_entropy
     )

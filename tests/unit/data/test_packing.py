@@ -38,6 +38,7 @@ def test_collate_restarts_positions_and_never_trains_across_documents() -> None:
     assert batch.position_ids_PS.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], list(range(8))]
     assert batch.target_ids_PS.tolist() == [[2, 3, -100, 5, -100, -100, -100, -100], [-100] * 8]
     assert batch.weights_PS.tolist() == [[1, 1, 0, 2, 0, 0, 0, 0], [0] * 8]
+    assert batch.target_rows_N.tolist() == [0, 1, 3]
     assert (batch.num_tokens, batch.num_trained) == (5, 3)
     assert batch.input_ids_PS.dtype == batch.target_ids_PS.dtype == torch.int64
     assert batch.weights_PS.dtype == torch.float32

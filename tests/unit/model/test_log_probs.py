@@ -3,6 +3,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.host_reads import HostReads
 from trainer.model.log_probs import token_log_probs
 
 T, D, V = 13, 8, 11
@@ -165,6 +166,17 @@ def test_only_trained_rows_are_computed():
         token_log_probs(hidden, weight, targets)[0].sum().backward()
     # Logits twice, and a gradient for each of the two inputs; 2 FLOPs per multiply-add.
     assert flops.get_total_flops() == 4 * 2 * num_trained * V * D
+
+
+def test_rows_that_are_given_are_not_looked_for():
+    hidden, weight, targets = make_inputs(torch.float32)
+    rows = (targets != -100).nonzero().squeeze(1)
+    with HostReads() as reads:
+        given, _ = token_log_probs(hidden, weight, targets, target_rows_N=rows)
+        given.sum().backward()
+    assert reads.names == []
+    found, _ = token_log_probs(hidden, weight, targets)
+    assert torch.equal(given, found)
 
 
 # On a GPU torch.compile fuses what follows the product: the same formula, rounded at other places.

@@ -63,7 +63,7 @@ class Policy:
         packs = pack_rollouts(kept, self._config.data.seq_len)
         totals = StepTotals.of(policy_packs(packs, self._config))
         run = self._run
-        weight = torch.tensor(totals.weight, dtype=torch.float32, device=run.device)
+        weight = torch.full((), totals.weight, dtype=torch.float32, device=run.device)
         ranges: list[Tensor] = []
         losses = [
             partial(self._share, batch, weight, ranges)
@@ -102,6 +102,7 @@ class Policy:
             packed.input_ids_PS,
             position_ids=packed.position_ids_PS,
             target_ids=packed.target_ids_PS,
+            target_rows=packed.target_rows_N,
             token_mask=packed.token_mask_PS,
             temperature=self._config.rollout.temperature,
             with_entropy=True,

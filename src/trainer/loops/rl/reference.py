@@ -60,6 +60,7 @@ def token_log_probs(model: CausalLM, batch: PolicyBatch, temperature: float) -> 
         batch.packed.input_ids_PS,
         position_ids=batch.packed.position_ids_PS,
         target_ids=batch.packed.target_ids_PS,
+        target_rows=batch.packed.target_rows_N,
         temperature=temperature,
     )
     return outputs.log_probs_PS

@@ -61,7 +61,9 @@ def test_a_tokenizer_that_cannot_be_saved_is_told_in_words(tmp_path, monkeypatch
         raise kind("No space left on device (os error 28)")
 
     monkeypatch.setattr(tokenizer, "save_pretrained", fail)
-    with pytest.raises(UserError, match=r"DST='.*' cannot be written \((tokenizer: )?No space left"):
+    with pytest.raises(
+        UserError, match=r"DST='.*' cannot be written \((tokenizer: )?No space left"
+    ):
         begin(tmp_path, {"tokenizer": "a"}, tokenizer)
     monkeypatch.undo()
     begin(tmp_path, {"tokenizer": "a"}, tokenizer)
