@@ -200,13 +200,15 @@ def micro_batches(
 ) -> list[PackedBatch]:
     """Return a rank's part of a global batch as micro-batches, equally many on every rank.
 
-    Where the batch does not divide, the missing packs are padding: they add nothing to any sum.
+    Where the batch does not divide, the missing packs are padding: they add nothing to any sum. No
+    micro-batch is larger than what a rank has.
     """
     own = deal(packs, rank, world_size)
     packs_per_rank = -(-len(packs) // world_size)
+    size = min(micro_batch_size, packs_per_rank)
     return [
-        collate(own[start : start + micro_batch_size], seq_len, pad_id, micro_batch_size)
-        for start in range(0, packs_per_rank, micro_batch_size)
+        collate(own[start : start + size], seq_len, pad_id, size)
+        for start in range(0, packs_per_rank, size)
     ]
 
 

@@ -18,6 +18,7 @@ from trainer.data.held_out import (
     pick_held_out,
     split_rows,
 )
+from trainer.data.host_memory import check_packs
 from trainer.data.packing import Pack
 from trainer.data.prefetch import PrefetchedStream
 from trainer.data.reader import RowReader
@@ -58,9 +59,10 @@ def setup_sft_data(
         seed: of the shuffle.
 
     Raises:
-        UserError: a source is missing or empty, or a validation row is bad (see `data.on_bad_row`
-            and `data.overlong`).
+        UserError: a source is missing or empty, a validation row is bad (see `data.on_bad_row` and
+            `data.overlong`), or a step's packs do not fit the host.
     """
+    check_packs(data)
     encoder = SampleEncoder(tokenizer, data)
     split = split_rows(data, val)
     val_reader = RowReader(encoder, data)

@@ -61,6 +61,13 @@ def test_every_rank_gets_equally_many_micro_batches() -> None:
     assert [sum(b.num_tokens for b in batches) for batches in dealt] == [4, 2, 2, 2]
 
 
+def test_no_micro_batch_is_larger_than_a_ranks_share() -> None:
+    packs = [Pack((document([i, i], [1, 1]),)) for i in range(3)]
+    sizes = {"rank": 0, "world_size": 2, "seq_len": 2, "pad_id": 0}
+    (batch,) = micro_batches(packs, micro_batch_size=10**12, **sizes)
+    assert batch.input_ids_PS.shape == (2, 2)
+
+
 def fill_all(lengths: list[int], seq_len: int, lookahead: int) -> list[list[list[int]]]:
     """Pack items `[index] * length` until none is left."""
     waiting = iter([[index] * length for index, length in enumerate(lengths)])

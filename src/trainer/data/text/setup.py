@@ -10,6 +10,7 @@ from fractions import Fraction
 from transformers import PreTrainedTokenizerFast
 
 from trainer.config.pretrain import PretrainDataConfig, PretrainSource, PretrainValConfig
+from trainer.data.host_memory import check_packs
 from trainer.data.packing import Pack
 from trainer.data.prefetch import PrefetchedStream
 from trainer.data.text.documents import DocumentReader, HashSplit
@@ -58,8 +59,9 @@ def setup_pretrain_data(
 
     Raises:
         UserError: a source cannot be opened, its shards are incomplete or of another tokenizer, or
-            there is nothing to validate on.
+            there is nothing to validate on; or a step's packs do not fit the host.
     """
+    check_packs(data)
     texts = TextSetup(TextEncoder(tokenizer), identify(tokenizer), data)
     packs = texts.validation_packs(val)
     names = tuple(source_names(data.source))

@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.clock import Clock
 from trainer.config import RLConfig
+from trainer.config.rl import RolloutConfig
 from trainer.data import setup_tokenizer
+from trainer.data.host_memory import check_fits_host
 from trainer.errors import UserError
 from trainer.loops.assembly import open_run
 from trainer.loops.due import is_due
@@ -38,6 +40,8 @@ from trainer.rl.scoring import Scorer
 SAMPLES_A_RUN = 20
 """How often a sample is shown to the person watching."""
 NUM_SHOWN_AT_EVALUATION = 3
+BYTES_OF_A_ROLLOUT = 1024
+"""At least: ids and log-probabilities of a few tokens, as Python numbers."""
 
 
 def run_rl(config: RLConfig) -> None:
@@ -81,11 +85,18 @@ def run_rl(config: RLConfig) -> None:
 
 def _setup(config: RLConfig) -> tuple[PreTrainedTokenizerFast, Prompts, Sampling, Scorer]:
     """Make all that can be refused before a model is built."""
+    _check_rollouts_fit(config.rollout)
     scorer = Scorer.from_config(config.env)
     tokenizer = setup_tokenizer(tokenization(config), origin_of(config))
     prompts = setup_prompts(config, tokenizer)
     sampling = Sampling.from_config(config.rollout, stop_ids(config, tokenizer))
     return tokenizer, prompts, sampling, scorer
+
+
+def _check_rollouts_fit(rollout: RolloutConfig) -> None:
+    samples, prompts = rollout.num_samples, rollout.num_prompts
+    check_fits_host("rollout.num_samples", samples, BYTES_OF_A_ROLLOUT, "rollouts of a prompt")
+    check_fits_host("rollout.num_prompts", prompts, samples * BYTES_OF_A_ROLLOUT, "rollouts")
 
 
 def stop_ids(config: RLConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:

@@ -34,6 +34,13 @@ def test_a_reference_model_that_cannot_be_built_leaves_the_folder_free(tmp_path,
     assert not folder.exists() or not list(folder.glob("*"))
 
 
+@pytest.mark.parametrize("field", ["num_prompts", "num_samples"])
+def test_rollouts_that_no_host_holds_are_refused_before_a_model_is_built(tmp_path, field):
+    with pytest.raises(UserError, match=rf"rollout\.{field}=1000000000000: .* stay well below"):
+        run_rl(rl_config(tmp_path / "run", rollout={field: 10**12}, max_steps=1))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_reward_that_fails_in_mid_run_loses_no_step(tmp_path, monkeypatch):
     module = types.ModuleType("failing_rewards")
     monkeypatch.setitem(sys.modules, module.__name__, module)
