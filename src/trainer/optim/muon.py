@@ -145,13 +145,13 @@ class Muon(GatedOptimizer):
             self._exchange,
             self._timer,
             self.kernels,
-            self._orthogonalize_bucket,
+            self._orthogonalize_stack,
         )
         self._per_matrix = PerMatrixStep(
             self._specs,
             self._meshes,
             self._timer,
-            partial(self._newton_schulz, kernel=self._options.kernel),
+            self._newton_schulz,
             split_gate_up=self._options.split_gate_up,
         )
 
@@ -219,35 +219,33 @@ class Muon(GatedOptimizer):
     def _momentum(self, index: int) -> Tensor:
         return self.state[self._parameters[index]]["momentum"]
 
-    def _orthogonalize_bucket(
+    def _orthogonalize_stack(
         self,
         stack_BMN: Tensor,
-        bucket: int,
+        kernel: KernelChoice,
         *,
         is_normalized: bool,
         targets: Sequence[Target] | None,
     ) -> Tensor | None:
+        if not is_normalized:
+            stack_BMN = normalized_copy(stack_BMN, NS_DTYPES[self._options.ns_dtype])
         iteration: Any = {
             "steps": self._options.ns_steps,
             "coefficients": self._options.ns_coefficients,
-            "kernel": self.kernels[bucket],
+            "kernel": kernel,
         }
-        if targets is not None:
-            if not is_normalized:
-                stack_BMN = normalized_copy(stack_BMN, NS_DTYPES[self._options.ns_dtype])
-            update_weights_(stack_BMN, targets, **iteration)
-            return None
-        if is_normalized:
+        if targets is None:
             return orthogonalize_normalized_(stack_BMN, **iteration)
-        return self._newton_schulz(stack_BMN, self.kernels[bucket])
+        update_weights_(stack_BMN, targets, **iteration)
+        return None
 
-    def _newton_schulz(self, stack_BMN: Tensor, kernel: KernelChoice | str) -> Tensor:
+    def _newton_schulz(self, stack_BMN: Tensor) -> Tensor:
         return newton_schulz(
             stack_BMN,
             steps=self._options.ns_steps,
             coefficients=self._options.ns_coefficients,
             dtype=NS_DTYPES[self._options.ns_dtype],
-            kernel=kernel,
+            kernel=self._options.kernel,
         )
 
     # What the loop asks.

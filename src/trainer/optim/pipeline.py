@@ -45,12 +45,12 @@ NS_DTYPES = {
 
 
 class Orthogonalize(Protocol):
-    """Orthogonalizes stacks by bucket."""
+    """Orthogonalizes stacks with the kernels of their buckets."""
 
     def __call__(
         self,
         stack_BMN: Tensor,
-        bucket: int,
+        kernel: KernelChoice,
         *,
         is_normalized: bool,
         targets: Sequence[Target] | None,
@@ -59,7 +59,7 @@ class Orthogonalize(Protocol):
 
         Args:
             stack_BMN: Contiguous; overwritten if it is normalized.
-            bucket: Index of its bucket.
+            kernel: That of its bucket.
             is_normalized: Whether every matrix has been divided by its Frobenius norm.
             targets: Weights that take the update as it is made.
         """
@@ -222,10 +222,11 @@ class StackedStep:
             return
         update_BMN: Tensor | None = stack_BMN
         if len(stack_BMN):
-            targets = find_targets(flight, inputs, self._kernels[flight.index])
+            kernel = self._kernels[flight.index]
+            targets = find_targets(flight, inputs, kernel)
             with self._timer.measure("newton_schulz"):
                 update_BMN = self._orthogonalize(
-                    stack_BMN, flight.index, is_normalized=flight.is_normalized, targets=targets
+                    stack_BMN, kernel, is_normalized=flight.is_normalized, targets=targets
                 )
             if inputs.stats is not None and update_BMN is not None:
                 inputs.stats.observe(bucket.group, update_BMN, bucket.lr_scale)

@@ -42,7 +42,7 @@ class Spy:
     def __init__(self) -> None:
         self.num_matrices = self.num_meanwhile = 0
 
-    def orthogonalize(self, stack_BMN, bucket, *, is_normalized, targets) -> torch.Tensor:
+    def orthogonalize(self, stack_BMN, kernel, *, is_normalized, targets) -> torch.Tensor:
         self.num_matrices += len(stack_BMN)
         return signs_of_sums(stack_BMN)
 
@@ -157,7 +157,7 @@ def transfers_during_orthogonalization() -> list[int]:
         num_waited += 1
         return wait(transfer)
 
-    def count_under_way(stack_BMN, bucket, *, is_normalized, targets) -> torch.Tensor:
+    def count_under_way(stack_BMN, kernel, *, is_normalized, targets) -> torch.Tensor:
         counts.append(exchange.num_launched - num_waited)
         return stack_BMN
 
