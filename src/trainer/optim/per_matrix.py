@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.optim.bucketing import is_gate_up, lr_scale
+from trainer.optim.bucketing import lr_scale
 from trainer.optim.flight import StepInputs
 from trainer.optim.layout import local_slices
 from trainer.optim.passes import apply_updates_, directions, update_momentum_
+from trainer.optim.per_matrix_plan import num_blocks
 from trainer.optim.spec import MeshSpec, ParameterSpec
 from trainer.optim.state import as_matrices, local
 from trainer.optim.timing import PhaseTimer
@@ -94,8 +95,7 @@ class PerMatrixStep:
     ) -> tuple[Tensor, ...]:
         """Return what is orthogonalized each on its own: all matrices, or their gates and ups."""
         matrices_BMN = as_matrices(whole, flatten=group["flatten"])
-        num_blocks = 2 if self._split_gate_up and is_gate_up(spec.name) else 1
-        return matrices_BMN.chunk(num_blocks, dim=1)
+        return matrices_BMN.chunk(num_blocks(spec, split_gate_up=self._split_gate_up), dim=1)
 
 
 def _gather(u: Tensor, spec: ParameterSpec, meshes: dict[MeshSpec, DeviceMesh]) -> Tensor:

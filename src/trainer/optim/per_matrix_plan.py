@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from trainer.optim.agreement import plan_agreements
 from trainer.optim.bucketing import PlannedGroup, PlanOptions, is_gate_up, lr_scale
 from trainer.optim.layout import lay_out
-from trainer.optim.plan import Plan, Route, elementwise_route
+from trainer.optim.plan import Plan, Route, make_route
 from trainer.optim.spec import ParameterSpec
 
 
@@ -73,19 +73,10 @@ def _route(
     choose_kernel: Callable[[tuple[int, int, int]], tuple[str, str]],
 ) -> Route:
     if not is_orthogonalized(group, spec):
-        return elementwise_route(group, spec)
+        return make_route(group, spec)
     blocks = num_blocks(spec, split_gate_up=options.split_gate_up)
     shape = block_shape(group, spec, blocks)
-    kernel, reason = choose_kernel(shape)
     axes = [axis for axis, _ in gathered_axes(spec)]
-    return Route(
-        spec.name,
-        spec.shape,
-        spec.dtype,
-        group.name,
-        group.algorithm,
-        lr_scale(*shape[1:], group.adjust_lr),
-        f"gathered over {' x '.join(axes)}" if axes else "whole",
-        kernel,
-        reason,
-    )
+    layout = f"gathered over {' x '.join(axes)}" if axes else "whole"
+    scale = lr_scale(*shape[1:], group.adjust_lr)
+    return make_route(group, spec, scale, layout, choose_kernel(shape))

@@ -125,24 +125,29 @@ def _routes(groups: Sequence[PlannedGroup], buckets: Sequence[Bucket]) -> tuple[
 
 def _route(group: PlannedGroup, spec: ParameterSpec, bucket: Bucket | None) -> Route:
     if bucket is None:
-        return elementwise_route(group, spec)
-    return Route(
-        spec.name,
-        spec.shape,
-        spec.dtype,
-        group.name,
-        group.algorithm,
-        bucket.lr_scale,
-        _layout_text(bucket, spec),
-        bucket.kernel,
-        bucket.kernel_reason,
-    )
+        return make_route(group, spec)
+    kernel = bucket.kernel, bucket.kernel_reason
+    return make_route(group, spec, bucket.lr_scale, _layout_text(bucket, spec), kernel)
 
 
-def elementwise_route(group: PlannedGroup, spec: ParameterSpec) -> Route:
-    """Return the line of a parameter that is updated element by element, or has no elements."""
+def make_route(
+    group: PlannedGroup,
+    spec: ParameterSpec,
+    lr_scale: float = 1.0,
+    layout: str = "elementwise",
+    kernel: tuple[str, str] = ("", ""),
+) -> Route:
+    """Return a parameter's line; as it stands, of one that is not orthogonalized.
+
+    Args:
+        group: Of the parameter.
+        spec: The parameter.
+        lr_scale: The update's factor s.
+        layout: How its matrices are brought together.
+        kernel: What orthogonalizes them, and why.
+    """
     return Route(
-        spec.name, spec.shape, spec.dtype, group.name, group.algorithm, 1.0, "elementwise", "", ""
+        spec.name, spec.shape, spec.dtype, group.name, group.algorithm, lr_scale, layout, *kernel
     )
 
 
