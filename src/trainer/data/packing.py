@@ -117,22 +117,25 @@ class PackedBatch:
     num_trained: int
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Return the same batch on a device; on a GPU it arrives while the host goes on."""
+        """Return the same batch on a device, as `send` brings it there."""
         return PackedBatch(
-            _sent(self.input_ids_PS, device),
-            _sent(self.position_ids_PS, device),
-            _sent(self.target_ids_PS, device),
-            _sent(self.weights_PS, device),
-            _sent(self.token_mask_PS, device),
-            _sent(self.sources_PS, device),
-            _sent(self.target_rows_N, device),
+            send(self.input_ids_PS, device),
+            send(self.position_ids_PS, device),
+            send(self.target_ids_PS, device),
+            send(self.weights_PS, device),
+            send(self.token_mask_PS, device),
+            send(self.sources_PS, device),
+            send(self.target_rows_N, device),
             self.num_tokens,
             self.num_trained,
         )
 
 
-def _sent(values: Tensor, device: torch.device | str) -> Tensor:
-    """Return values on a device, from pinned memory where that is a GPU."""
+def send(values: Tensor, device: torch.device | str) -> Tensor:
+    """Return values of the host on a device; where that is a GPU, the host goes on meanwhile.
+
+    From pinned memory: a copy from any other may wait for all that is queued.
+    """
     if torch.device(device).type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

@@ -18,6 +18,7 @@ from trainer.data.packing import (
     PackedBatch,
     Sample,
     micro_batches,
+    send,
     take_best_fit,
 )
 from trainer.parallel.world import World
@@ -140,14 +141,11 @@ def _with_streams(batch: PackedBatch, packs: Sequence[RolloutPack]) -> PolicyBat
             completions[row, where] = number
             number += 1
 
-    def on_device(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
-
     return PolicyBatch(
         batch,
         packs,
-        on_device(sampler),
-        on_device(old),
-        on_device(advantages),
-        on_device(completions),
+        send(torch.from_numpy(sampler), device),
+        send(torch.from_numpy(old), device),
+        send(torch.from_numpy(advantages), device),
+        send(torch.from_numpy(completions), device),
     )
