@@ -1,6 +1,7 @@
 """Public Newton-Schulz implementations to compare with; each is skipped where not installed.
 
-All iterate five steps with the quintic rows, as ours does.
+All iterate five steps with the quintic rows, as ours does, except torch.optim.Muon's, which knows
+one row for all steps: its time compares, its error does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,6 +85,18 @@ def _find_gram_newton_schulz() -> Baseline:
     return GramNewtonSchulz(ns_coefficients=[list(row) for row in ROWS], compile_kwargs=None)
 
 
+def _find_torch_muon() -> Baseline:
+    from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
+
+    def torch_muon(X: Tensor) -> Tensor:
+        # It takes one matrix at a time, and divides a bfloat16 one by its norm in place.
+        matrices = X.clone().view(-1, *X.shape[-2:])
+        row = (3.4445, -4.7750, 2.0315)
+        return torch.stack([orthogonalize(matrix, row, len(ROWS), 1e-7) for matrix in matrices])
+
+    return torch_muon
+
+
 _BF16, _FP16 = torch.bfloat16, torch.float16
 _FINDERS: dict[str, tuple[tuple[torch.dtype, ...], Callable[[], Baseline]]] = {
     "eager": ((torch.float32, _BF16, _FP16), lambda: eager),
@@ -92,6 +105,7 @@ _FINDERS: dict[str, tuple[tuple[torch.dtype, ...], Callable[[], Baseline]]] = {
     "dion_triton": ((_BF16,), _find_dion_triton),
     SEED: ((_BF16, _FP16), _find_quack_seed),
     "gram_newton_schulz": ((_FP16,), _find_gram_newton_schulz),
+    "torch_muon": ((_BF16,), _find_torch_muon),
 }
 
 BASELINES = list(_FINDERS)
