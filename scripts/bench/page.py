@@ -111,7 +111,7 @@ def train_step_table(record: Record, _: str) -> list[str]:
     lines = [
         [
             row["variant"],
-            f"{row['median_s']:.3f}",
+            f"{row['median_s']:.3f} ± {row['spread_s']:.3f}",
             f"{row['tokens_per_s']:,.0f}",
             f"{row['mfu']:.1%}",
             f"{row['optimizer_s'] * 1e3:.0f} ms ({row['optimizer_share']:.1%})",
@@ -133,9 +133,14 @@ TABLES: dict[str, Callable[[Record, str], list[str]]] = {
     "newton_schulz": newton_schulz_table,
     "newton_schulz_float16": newton_schulz_table,
     "newton_schulz_models": newton_schulz_table,
+    "newton_schulz_baselines": newton_schulz_table,
+    "newton_schulz_gram": newton_schulz_table,
+    "newton_schulz_float32": newton_schulz_table,
+    "newton_schulz_syrk": newton_schulz_table,
     "newton_schulz_first_pair": errors_table,
     "muon_step": muon_step_table,
     "muon_step_dion": muon_step_table,
+    "muon_step_others": muon_step_table,
     "muon_step_variants": muon_step_table,
     "muon_step_two_gpus": muon_step_table,
     "train_step": train_step_table,
