@@ -13,6 +13,8 @@ MANIFEST, INDEX = "manifest.json", ".metadata"
 """In a checkpoint: its JSON part, which is written last, and DCP's index of its tensors."""
 HF_FOLDER = "hf"
 """In a checkpoint: `config.json` and tokenizer."""
+ABANDONED = ".abandoned"
+"""Behind the name of a step that a resume from an earlier one has left."""
 
 _STEP = re.compile(r"step_(0|[1-9]\d*)")
 
@@ -34,6 +36,26 @@ def list_steps(root: Path) -> list[int]:
         return []
     steps = ((step_of(path), path) for path in root.iterdir())
     return sorted(step for step, path in steps if step is not None and is_complete(path))
+
+
+def abandon_steps(root: Path, after: int) -> list[Path]:
+    """Rename what was saved after a step, which the run goes on from; return the new paths.
+
+    Nothing is lost: under its new name a checkpoint can be exported or started from, but it is no
+    step of the run any more.
+    """
+    if not root.is_dir():
+        return []
+    later = sorted(path for path in root.iterdir() if (step_of(path) or 0) > after)
+    return [path.rename(_free_name(path)) for path in later]
+
+
+def _free_name(step: Path) -> Path:
+    name, number = step.name + ABANDONED, 1
+    while step.with_name(name).exists():
+        number += 1
+        name = f"{step.name}{ABANDONED}-{number}"
+    return step.with_name(name)
 
 
 def is_complete(folder: Path) -> bool:

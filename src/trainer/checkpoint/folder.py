@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from trainer.durable import PARTIAL, REPLACED, restore_replaced, sync_path
-from trainer.saved_steps import list_steps, step_folder
+from trainer.saved_steps import ABANDONED, list_steps, step_folder
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ def list_leftovers(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     complete = {step_folder(root, step) for step in list_steps(root)}
-    return sorted(path for path in root.iterdir() if path not in complete)
+    paths = (path for path in root.iterdir() if ABANDONED not in path.name)
+    return sorted(path for path in paths if path not in complete)
 
 
 def recover(root: Path) -> None:

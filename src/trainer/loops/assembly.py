@@ -25,6 +25,7 @@ from trainer.loops.run_folder import (
     PLAN,
     free_output_dir,
     held_output_dir,
+    leave_later_steps,
     naming,
     origin_of,
     resolve_resume,
@@ -203,6 +204,8 @@ def _open_record(
             resume_step=resume_step,
         )
         run.writer = stack.enter_context(writer)
+        if resume_step is not None:
+            leave_later_steps(config, resume_step)
         # After wandb may have refused: the folder of a refused run is free.
         write_config(config, resumed=saved is not None)
         plan = describe_plan(run.step.optimizer)

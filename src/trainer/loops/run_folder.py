@@ -14,10 +14,10 @@ from trainer.checkpoint import CheckpointStore
 from trainer.checkpoint.manifest import check_files, read_manifest
 from trainer.config import RunConfig
 from trainer.config.dump import dump_config
-from trainer.durable import hold
+from trainer.durable import hold, sync_path
 from trainer.errors import UserError
 from trainer.metrics import RECORD
-from trainer.saved_steps import CHECKPOINTS, WEIGHTS, list_steps, step_folder
+from trainer.saved_steps import CHECKPOINTS, WEIGHTS, abandon_steps, list_steps, step_folder
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,24 @@ def resolve_resume(config: RunConfig, store: CheckpointStore) -> int | None:
     if latest is None:
         logger.warning("ckpt.resume='latest': no checkpoint in %s, starting fresh", folder)
     return latest
+
+
+def leave_later_steps(config: RunConfig, step: int) -> None:
+    """Set aside what the run saved after the step that it goes on from.
+
+    As the record is cut there, the run's later course is another one: neither "latest" nor the
+    weights of a later step may come from the course that is left.
+    """
+    for name in FOLDERS:
+        root = Path(config.output_dir) / name
+        left = abandon_steps(root, step)
+        if left:
+            sync_path(root)
+            logger.warning(
+                "the run goes on from step %d: what it had saved after that is set aside as %s",
+                step,
+                ", ".join(map(str, left)),
+            )
 
 
 def origin_of(config: RunConfig) -> str | None:

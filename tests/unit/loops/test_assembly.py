@@ -96,6 +96,29 @@ def test_weights_that_a_kill_prevented_are_written_on_resume(
     assert record(tmp_path) == [1, 2]
 
 
+def test_latest_is_of_the_course_that_a_resume_has_taken(
+    words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    other_lr = ["--optim.lr", "0.001", "--ckpt.interval", "1"]
+    assert main([*words, *other_lr, "--ckpt.resume", "1", "--max-steps", "1"]) == 0
+    assert "set aside as" in caplog.text
+    assert "step_2.abandoned" in caplog.text
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step_1",
+        "step_2.abandoned",
+    ]
+    # Weights of step 2 would not be written anew if those of the old course were still there.
+    assert sorted(path.name for path in (run / "weights").iterdir()) == [
+        "step_1",
+        "step_2.abandoned",
+    ]
+    assert main([*words, *other_lr, "--max-steps", "3"]) == 0
+    assert record(tmp_path) == [1, 2, 3]
+    assert (run / "checkpoints" / "step_2").is_dir()
+    assert "not a checkpoint" not in caplog.text
+
+
 def test_steps_to_profile_that_are_past_are_named(
     words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
