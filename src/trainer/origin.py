@@ -4,6 +4,7 @@ Owns telling the two apart, and what to say of a folder that is neither and was 
 Hub names and the reading of either are `trainer.model`'s and `trainer.checkpoint`'s.
 """
 
+import os
 from pathlib import Path
 
 from trainer.errors import UserError
@@ -21,12 +22,19 @@ def find_checkpoint(name: str, field: str = "model.name") -> Path | None:
 
     Raises:
         UserError: it is a run's folder or one of its folders of steps, a step that is not there,
-            or a checkpoint that was never finished.
+            a checkpoint that was never finished, or a place that this user may not see.
     """
-    folder = Path(name).expanduser()
-    if is_complete(folder):
-        return folder
-    if problem := _problem(folder):
+    folder = Path(os.path.expanduser(name))
+    try:
+        if is_complete(folder):
+            return folder
+        problem = _problem(folder)
+    except OSError as error:
+        raise UserError(
+            f"{field}={name!r} cannot be looked at ({error.strerror}): make it readable, or give "
+            "another"
+        ) from error
+    if problem:
         raise UserError(f"{field}={name!r} {problem}")
     return None
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.unseen import unseen
 from trainer.errors import UserError
 from trainer.origin import companions, find_checkpoint
 
@@ -73,3 +74,11 @@ def test_a_run_that_saved_nothing_says_so(tmp_path: Path):
     (tmp_path / "checkpoints" / "step_1.partial").mkdir(parents=True)
     with pytest.raises(UserError, match="no step of that run was saved whole"):
         find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("look", [find_checkpoint, companions])
+def test_a_place_that_this_user_may_not_see_is_named(tmp_path: Path, look):
+    name = str(tmp_path / "closed" / "model")
+    message = rf"model\.name='{name}' cannot be looked at \(Permission denied\): make it readable"
+    with unseen(tmp_path / "closed"), pytest.raises(UserError, match=message):
+        look(name)

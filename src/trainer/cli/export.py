@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.cli.words import split_words
+from trainer.cli.words import place, split_words
 from trainer.errors import UserError
 
 USAGE = """\
@@ -28,7 +28,8 @@ def export(args: list[str]) -> None:
             "write 'trainer export outputs/run/checkpoints/step_100 weights'"
         )
     max_shard_gib = _positive_number("max-shard-gib", words.options["max-shard-gib"])
-    checkpoint, out = map(Path, words.places)
+    checkpoint = Path(place("CHECKPOINT", words.places[0]))
+    out = Path(place("OUT", words.places[1]))
     from trainer.checkpoint.export import export_checkpoint
 
     export_checkpoint(checkpoint, out, words.options["dtype"], max_shard_gib)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.cli.words import split_words
+from trainer.cli.words import place, split_words
 from trainer.config.pretrain import (
     TEXT_SUFFIXES,
     HubTextSource,
@@ -71,8 +71,8 @@ def tokenize_command(args: list[str]) -> None:
     manifest = tokenize(
         TokenizeRequest(
             source=_parse_source(source, words.options),
-            folder=Path(folder),
-            tokenizer=words.options["tokenizer"] or None,
+            folder=Path(place("DST", folder)),
+            tokenizer=place("--tokenizer", words.options["tokenizer"]) or None,
             num_workers=num_workers,
             shard_bytes=shard_bytes,
         )
@@ -103,7 +103,10 @@ def _parse_source(
     match options["on-bad-row"]:
         case "error" | "skip" as on_bad_row:
             return TextFilesSource(
-                path=text, suffixes=suffixes, column=options["column"], on_bad_row=on_bad_row
+                path=place("SRC", text),
+                suffixes=suffixes,
+                column=options["column"],
+                on_bad_row=on_bad_row,
             )
         case other:
             raise UserError(f"--on-bad-row {other}: must be error or skip; correct it")

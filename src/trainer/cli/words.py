@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.config.base import path_in_full
 from trainer.errors import UserError
 
 
@@ -12,6 +13,18 @@ class Words:
 
     places: list[str]
     options: dict[str, str]
+
+
+def place(name: str, text: str) -> str:
+    """Return a file or folder as a shell would give it, which in `--name=~/x` it does not.
+
+    Raises:
+        UserError: there can be no such file; names it as `name`.
+    """
+    try:
+        return path_in_full(text)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 def split_words(args: list[str], known: Mapping[str, str]) -> Words:

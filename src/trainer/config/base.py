@@ -4,6 +4,7 @@ A section never converts: `"1e-4"` is not a number, 1.5 is not a count, nan and 
 Flags arrive as text and are converted by `trainer.config.load` before they reach a section.
 """
 
+import os
 import re
 from typing import Annotated, Any, ClassVar
 
@@ -21,6 +22,35 @@ Fraction = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, le=1)]
 OpenFraction = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=0, lt=1)]
 Text = Annotated[str, Field(strict=True, min_length=1)]
 """Of names and paths: an empty one would mean the working directory."""
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+"""Bytes that Linux and its file systems take."""
+
+
+def path_in_full(path: str) -> str:
+    """Return a path with the home folder for `~`, as a shell would give it.
+
+    In a file, in quotes and behind `=` no shell has; a folder named `~` is in nobody's mind.
+
+    Raises:
+        ValueError: there is no such user, or no file can have that name.
+    """
+    full = os.path.expanduser(path)
+    if full.startswith("~"):
+        raise ValueError(
+            f"{path!r} begins with the home of a user whom this machine does not know: write it in "
+            f"full, or './{path}' for a folder of that name"
+        )
+    longest = max(len(os.fsencode(name)) for name in full.split("/"))
+    if longest > _LONGEST_NAME or len(os.fsencode(full)) > _LONGEST_PATH:
+        raise ValueError(
+            f"{path[:40]!r}… is too long for a path: a name takes {_LONGEST_NAME} bytes, all of it "
+            f"{_LONGEST_PATH}; shorten it"
+        )
+    return full
+
+
+PathText = Annotated[Text, AfterValidator(path_in_full)]
+"""Where a file or folder is or shall be; a name on the hub may stand there too."""
 Seed = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]
 """What every random generator takes; numpy's takes no more."""
 

@@ -12,6 +12,7 @@ from trainer.config.base import (
     FunctionPath,
     Int,
     OpenFraction,
+    PathText,
     PositiveFloat,
     Section,
     Text,
@@ -22,7 +23,7 @@ class FilesSource(Section):
     """A local JSONL or Parquet file, or a folder of them."""
 
     type: Literal["files"] = "files"
-    path: Text
+    path: PathText
     weight: PositiveFloat = 1.0
     """Share of rows in a mix, on any scale."""
 
@@ -111,9 +112,9 @@ class DataConfig(BatchConfig):
     """Training data: from rows to packs of `seq_len` tokens."""
 
     source: Source
-    tokenizer: Text | None = None
+    tokenizer: PathText | None = None
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
-    chat_template: Text | None = None
+    chat_template: PathText | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
     template_kwargs: FreeTable = {}
     """Variables for the chat template, such as `enable_thinking`."""

@@ -9,9 +9,9 @@ from trainer.config.base import (
     Count,
     CountOrZero,
     NonNegativeFloat,
+    PathText,
     PositiveFloat,
     Section,
-    Text,
 )
 
 
@@ -92,7 +92,7 @@ class ModelConfig(Section):
     `weights = "random"` nothing but shapes (and the tokenizer) is read.
     """
 
-    name: Text | None = None
+    name: PathText | None = None
     architecture: Architecture | None = None
     weights: Literal["pretrained", "random"] = "pretrained"
     """random: a function of seed, parameter name and index, the same on any split."""

@@ -9,6 +9,7 @@ from trainer.config.base import (
     Count,
     NonNegativeFloat,
     OpenFraction,
+    PathText,
     PositiveFloat,
     Section,
     Text,
@@ -38,7 +39,7 @@ class TextFilesSource(SourceSection):
     """Text or JSONL, plain or compressed, or Parquet: a file, or a folder of one of the three."""
 
     type: Literal["files"] = "files"
-    path: Text
+    path: PathText
     suffixes: Annotated[tuple[Text, ...], Field(min_length=1)] = TEXT_SUFFIXES
     """Files of a folder that are read, in any case of letters. Behind .gz and .zst lies what is
     packed; any suffix but .jsonl and .parquet is plain text."""
@@ -62,7 +63,7 @@ class HubTextSource(SourceSection):
     """A data set on the Hugging Face hub, or a folder that `datasets` can load."""
 
     type: Literal["hub"] = "hub"
-    path: Text
+    path: PathText
     """Name on the hub, or a folder."""
     subset: Text | None = None
     split: Text = "train"
@@ -75,7 +76,7 @@ class TokensSource(SourceSection):
     """Token shards: a folder that `trainer tokenize` wrote."""
 
     type: Literal["tokens"] = "tokens"
-    path: Text
+    path: PathText
     verify: Bool = False
     """Read everything once before step 1 and compare checksums; sizes are always compared."""
 
@@ -102,7 +103,7 @@ class PretrainDataConfig(BatchConfig):
     """Training data: from documents to packs of `seq_len` tokens, one source a pack."""
 
     source: PretrainSource
-    tokenizer: Text | None = None
+    tokenizer: PathText | None = None
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
     split_documents: Bool = True
     """Fill packs to the brim, a document going on in the next pack; false: best fit of whole

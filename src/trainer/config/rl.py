@@ -20,6 +20,7 @@ from trainer.config.base import (
     FunctionPath,
     NonNegativeFloat,
     OpenFraction,
+    PathText,
     Section,
     Text,
 )
@@ -295,9 +296,9 @@ class RLDataConfig(Section):
     """Packs a forward pass on one rank."""
     overlong: Literal["error", "drop"] = "error"
     """Prompts that leave no room for max_new_tokens in seq_len."""
-    tokenizer: Text | None = None
+    tokenizer: PathText | None = None
     """Folder or hub name; unset: the model's own, else the built-in byte-level tokenizer."""
-    chat_template: Text | None = None
+    chat_template: PathText | None = None
     """Path of a Jinja file that replaces the tokenizer's chat template."""
     template_kwargs: FreeTable = {}
     """Variables for the chat template, such as `enable_thinking`."""

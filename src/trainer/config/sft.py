@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from trainer.config.base import Bool, Count, Section, Seed, Text
+from trainer.config.base import Bool, Count, PathText, Section, Seed
 from trainer.config.data import BatchConfig, DataConfig, IntervalConfig, ValConfig
 from trainer.config.model import ModelConfig, MoEArchitecture
 from trainer.config.optim import MuonConfig, OptimConfig
@@ -16,7 +16,7 @@ from trainer.config.scheduler import ConstantConfig, SchedulerConfig, phases
 class RunConfig(Section):
     """What every kind of run has."""
 
-    output_dir: Text
+    output_dir: PathText
     """The run's folder; new, or that of the run to resume."""
     max_steps: Count
     """Steps of the whole run, those before a resume included."""

@@ -10,6 +10,27 @@ from pathlib import Path
 from trainer.errors import UserError
 
 
+def existing(path: str, given: str) -> Path:
+    """Return a source's file or folder.
+
+    Args:
+        path: from the config.
+        given: the setting and its value, for messages.
+
+    Raises:
+        UserError: it is not there, or the system does not let this user look.
+    """
+    try:
+        is_there = Path(path).exists()
+    except OSError as error:
+        raise UserError(
+            f"{given} cannot be looked at ({error.strerror}): make it readable, or give another"
+        ) from error
+    if not is_there:
+        raise UserError(f"{given} does not exist: give a file or folder")
+    return Path(path)
+
+
 def files_under(
     folder: Path, suffixes: Collection[str], field: str, passed_over: Collection[str] = ()
 ) -> list[Path]:

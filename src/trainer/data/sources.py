@@ -18,7 +18,7 @@ from trainer.config.data import (
     SingleSource,
     Source,
 )
-from trainer.data.file_tree import files_under
+from trainer.data.file_tree import existing, files_under
 from trainer.data.function import FunctionRows
 from trainer.data.jsonl import JsonLines
 from trainer.data.order import permuted
@@ -164,9 +164,7 @@ def open_rows(source: SingleSource, field: str) -> Rows:
 
 
 def _open_files(source: FilesSource, field: str) -> Rows:
-    path = Path(source.path)
-    if not path.exists():
-        raise UserError(f"{field}.path={source.path!r} does not exist: give a file or folder")
+    path = existing(source.path, f"{field}.path={source.path!r}")
     if path.is_dir():
         files, found = files_under(path, _SUFFIXES, field), "holds no such file"
     else:

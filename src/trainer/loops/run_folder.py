@@ -125,10 +125,11 @@ def origin_of(config: RunConfig) -> str | None:
     `model.name` than the checkpoint's is read all the same, and must fit it.
 
     Raises:
-        UserError: the checkpoint is damaged.
+        UserError: the checkpoint is damaged, or this user may not look into the folder.
     """
     name, root = config.model.name, Path(config.output_dir) / CHECKPOINTS
-    steps = list_steps(root)
+    with naming(config.output_dir):
+        steps = list_steps(root)
     step = max(steps, default=None) if config.ckpt.resume == "latest" else config.ckpt.resume
     if name is None or step not in steps:
         return name

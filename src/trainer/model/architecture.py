@@ -63,7 +63,7 @@ def locate_model(name: str, *, with_weights: bool) -> Path:
             f"model.name={name!r} is a checkpoint, not a folder of safetensors: "
             "trainer.checkpoint.start_model reads it, and 'trainer export' makes such a folder"
         )
-    folder = Path(companions(name)).expanduser()
+    folder = Path(companions(name))
     if folder.is_dir():
         return folder
     if name.startswith((".", "/", "~")):

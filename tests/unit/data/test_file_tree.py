@@ -5,6 +5,7 @@ import pytest
 
 from tests.support.rows import chat_row, write_jsonl
 from tests.support.texts import write_jsonl_texts
+from tests.support.unseen import unseen
 from trainer.config.data import FilesSource
 from trainer.config.pretrain import TextFilesSource
 from trainer.data.file_tree import files_under
@@ -94,3 +95,13 @@ def test_rows_and_text_are_found_by_one_rule(tmp_path):
     source = TextFilesSource(path=str(tmp_path / "text" / "corpus"))
     texts = list(open_files(source, "data.source", Shuffle(None)).page(0, (0,)).documents)
     assert questions == texts == ["corpus/a.jsonl", "elsewhere/b.jsonl"]
+
+
+def test_a_source_that_this_user_may_not_see_is_named(tmp_path):
+    path = str(tmp_path / "closed" / "rows.jsonl")
+    message = rf"data\.source\.path='{path}' cannot be looked at \(Permission denied\)"
+    with unseen(tmp_path / "closed"):
+        with pytest.raises(UserError, match=message):
+            open_rows(FilesSource(path=path), "data.source")
+        with pytest.raises(UserError, match=message):
+            open_files(TextFilesSource(path=path), "data.source", Shuffle(None))

@@ -5,10 +5,11 @@ import pytest
 
 from tests.support.meshes import one_rank_mesh
 from tests.support.networks import moe_architecture, random_model
+from tests.support.unseen import unseen
 from trainer.checkpoint import CheckpointStore
 from trainer.config import SFTConfig, load_config
 from trainer.errors import UserError
-from trainer.loops.run_folder import held_output_dir, resolve_resume, write_config
+from trainer.loops.run_folder import held_output_dir, origin_of, resolve_resume, write_config
 
 
 @pytest.fixture
@@ -39,6 +40,14 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -
     message = rf"output_dir='.*{name[:9]}.*': a run cannot write there"
     with pytest.raises(UserError, match=message), held_output_dir(str(tmp_path / name)):
         pass
+
+
+def test_a_folder_that_this_user_may_not_see_is_refused_before_data_are_read(
+    tmp_path: Path,
+) -> None:
+    message = r"output_dir='.*/closed/run': a run cannot write there \(.*Permission denied"
+    with unseen(tmp_path / "closed"), pytest.raises(UserError, match=message):
+        origin_of(config(tmp_path / "closed"))
 
 
 def test_two_runs_are_kept_apart(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
-from pathlib import Path
 from typing import Any
 
 from trainer.config.pretrain import HubTextSource, TextFilesSource
+from trainer.data.file_tree import existing
 from trainer.data.shards.folder import begin, locked, writing
 from trainer.data.shards.job import (
     ShardJob,
@@ -48,8 +48,8 @@ def tokenize(request: TokenizeRequest, report: Callable[[str], None] = print) ->
             source, tokenizer or size of shards, lies inside the source, is being written or cannot
             be.
     """
-    _check_apart(request)
     tokenizer = choose_tokenizer(request.tokenizer, None, field="--tokenizer")
+    _check_apart(request)
     identity = identify(tokenizer)
     opened.cache_clear()
     pages = open_numbered(request.source)
@@ -67,7 +67,7 @@ def _check_apart(request: TokenizeRequest) -> None:
     """Refuse shards inside the text: their tokenizer's files may look like text."""
     if not isinstance(request.source, TextFilesSource):
         return
-    source = Path(request.source.path)
+    source = existing(request.source.path, f"SRC={request.source.path!r}")
     if source.is_dir() and request.folder.resolve().is_relative_to(source.resolve()):
         raise UserError(
             f"DST={str(request.folder)!r} lies inside SRC={request.source.path!r}, where its files "

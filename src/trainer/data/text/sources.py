@@ -15,7 +15,7 @@ from trainer.config.pretrain import (
     TextFilesSource,
     TokensSource,
 )
-from trainer.data.file_tree import files_under
+from trainer.data.file_tree import existing, files_under
 from trainer.data.shards.manifest import read_manifest
 from trainer.data.shards.reader import TokenPages, check_shards
 from trainer.data.text.blocks import SkippedRows, TextFormat
@@ -97,10 +97,9 @@ def open_source(
 
 def open_files(source: TextFilesSource, field: str, shuffle: Shuffle) -> NumberedPages:
     """Open a file or folder; arguments and errors as `open_source`."""
-    path, given = Path(source.path), f"{setting(field, 'path')}={source.path!r}"
+    given = f"{setting(field, 'path')}={source.path!r}"
+    path = existing(source.path, given)
     suffixes = setting(field, "suffixes")
-    if not path.exists():
-        raise UserError(f"{given} does not exist: give a file or folder")
     files = files_under(path, source.suffixes, field) if path.is_dir() else [path]
     kinds = {_kind(file, field) for file in files}
     skipped = SkippedRows() if source.on_bad_row == "skip" else None
