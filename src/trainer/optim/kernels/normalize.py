@@ -10,9 +10,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_LARGEST_EXPONENT = 126
-"""2^126 and 2^-126 are both normal in fp32, so that scaling by them is exact."""
-
 
 def normalized_copy(X_BMN: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each matrix divided by its Frobenius norm, in `dtype`; a zero matrix stays zero.
@@ -73,14 +70,16 @@ def _find_fused() -> Callable[[Tensor, Tensor], None] | None:
 def _power_of_two_scale(X_BMN: Tensor) -> Tensor:
     """Return [B, 1, 1], the power of two that brings each largest entry to [0.5, 1).
 
-    Assembled from its exponent bits, since a device's `pow` need not be exact.
+    Assembled from its exponent bits, since a device's `pow` need not be exact; normal in its dtype,
+    so that scaling by it is exact, which keeps the very largest entries under 4 and leaves
+    subnormal ones smaller.
     """
     largest_B11 = torch.linalg.vector_norm(X_BMN, ord=float("inf"), dim=(-2, -1), keepdim=True)
     is_double = X_BMN.dtype == torch.float64
     wide, bits = (torch.float64, torch.int64) if is_double else (torch.float32, torch.int32)
     bias, num_mantissa_bits = (1023, 52) if is_double else (127, 23)
     exponent_B11 = torch.frexp(largest_B11.to(wide)).exponent.to(bits)
-    exponent_B11 = exponent_B11.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    exponent_B11 = exponent_B11.clamp(1 - bias, bias - 1)
     return torch.bitwise_left_shift(bias - exponent_B11, num_mantissa_bits).view(wide)
 
 

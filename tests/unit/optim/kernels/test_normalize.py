@@ -74,6 +74,16 @@ def test_the_ends_of_fp32_are_normalized(device):
         torch.testing.assert_close(normalized_copy(X_BMN, torch.float32), expected)
 
 
+@pytest.mark.parametrize("target", [torch.float64, *DTYPES], ids=str)
+@pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e-300, 1e-39, 1e39, 1e300, 1e307])
+def test_float64_is_normalized_beyond_the_range_of_fp32(scale, target):
+    X_BMN = normal(3, 8, 24).double().round().clamp(-4, 4) * 2
+    expected = normalized_copy(X_BMN, target)
+    assert expected.abs().amax() > 0
+    tolerance = dict(atol=1e-12, rtol=1e-12) if target == torch.float64 and scale > 1e-305 else {}
+    torch.testing.assert_close(normalized_copy(X_BMN * scale, target), expected, **tolerance)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_dense_matrices_take_the_fused_kernels():
