@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from trainer.checkpoint.manifest import OptimizerRecord
 from trainer.checkpoint.rng import rng_state
@@ -29,6 +29,7 @@ class Snapshot:
         optimizer: Class and groups.
         progress: The loop's own state, plain JSON values.
         model_config: For `config.json`.
+        generation_config: For `generation_config.json`; None: of a model that has none.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Snapshot:
     optimizer: OptimizerRecord
     progress: dict[str, Any]
     model_config: PretrainedConfig
+    generation_config: GenerationConfig | None
 
 
 def capture(
@@ -65,7 +67,7 @@ def capture(
     except (TypeError, ValueError) as failure:
         error = f"a value that is not plain JSON: {failure}"
     ranks.agree(error)
-    return Snapshot(step, shards, record, plain, model.config)
+    return Snapshot(step, shards, record, plain, model.config, model.generation_config)
 
 
 def copy_to_host(snapshot: Snapshot, ranks: Ranks) -> Snapshot:

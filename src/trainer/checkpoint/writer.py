@@ -69,7 +69,9 @@ class CheckpointWriter:
         partial = beside(final)
         companions = partial / HF_FOLDER
         companions.mkdir()
-        write_companions(snapshot.model_config, self.tokenizer, companions)
+        write_companions(
+            snapshot.model_config, snapshot.generation_config, self.tokenizer, companions
+        )
         manifest = Manifest(
             step=snapshot.step,
             world_size=self.ranks.size,

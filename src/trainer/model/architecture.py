@@ -13,7 +13,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     StrictDataclassError,
 )
-from transformers import AutoConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from trainer.config.model import Architecture, DenseArchitecture, ModelConfig, MoEArchitecture
 from trainer.errors import UserError
@@ -22,7 +22,7 @@ from trainer.model.rotary import QwenConfig
 from trainer.origin import companions, find_checkpoint
 
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
-"""What transformers raises on a config.json that it cannot take."""
+"""What transformers raises on a JSON file that it cannot take."""
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
@@ -45,6 +45,26 @@ def resolve_architecture(config: ModelConfig) -> QwenConfig:
     if config.architecture is not None:
         _check_agreement(config.name, published, inline_config(config.architecture))
     return published
+
+
+def resolve_generation(config: ModelConfig) -> GenerationConfig | None:
+    """Return the defaults of sampling published with `model.name`; None: there are none.
+
+    Raises:
+        UserError: the folder or hub name is not there, or its `generation_config.json` is damaged.
+    """
+    if config.name is None:
+        return None
+    folder = locate_model(config.name, with_weights=False)
+    if not (folder / "generation_config.json").exists():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except _UNREADABLE as error:
+        raise UserError(
+            f"model.name={config.name!r} has no readable generation_config.json ({error}): "
+            "mend or remove it"
+        ) from error
 
 
 def locate_model(name: str, *, with_weights: bool) -> Path:

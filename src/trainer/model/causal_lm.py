@@ -60,14 +60,21 @@ class TokenScoring(PreTrainedModel):
     ) -> Any:
         """Score targets as `forward_tokens` does; without them, run transformers' forward.
 
+        Raises:
+            TypeError: targets or logits are asked for without ids and positions.
+
         Collective: as `forward_tokens`.
         """
         model = cast(CausalLM, self)
         if target_ids is None and not logits:
             with attention_for_decoding(model):
                 return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
-        assert input_ids is not None, "a call needs input_ids"
-        assert position_ids is not None, "packs are told apart by position_ids"
+        if input_ids is None or position_ids is None:
+            raise TypeError(
+                "a call with target_ids or logits=True needs input_ids and position_ids: documents "
+                "of a pack are told apart by where positions restart; of one document a row they "
+                "are torch.arange(input_ids.shape[1]).expand_as(input_ids)"
+            )
         assert not kwargs, f"not known with targets or logits: {sorted(kwargs)}"
         return forward_tokens(
             model,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.durable import beside, publish, start_folder
 from trainer.model.finite import non_finite_names
@@ -68,7 +68,7 @@ def save_hf_weights(
     for name, parameter in parameters.items():
         whole = gather_to_first(parameter, [held[name] for held in boxes], target, ranks)
         output.add(whole, pieces[name])
-    output.close(model.config, tokenizer, dtype)
+    output.close(model, tokenizer, dtype)
 
 
 def _sent_box(parameter: Tensor, rank: int) -> Box | None:
@@ -136,11 +136,12 @@ class _FolderOnFirst:
         self._attempt(write)
 
     def close(
-        self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, dtype: str
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: str
     ) -> None:
         def finish() -> None:
             self._files.finish()
-            write_companions(config, tokenizer, beside(self._folder), dtype)
+            companions = beside(self._folder)
+            write_companions(model.config, model.generation_config, tokenizer, companions, dtype)
             publish(self._folder)
 
         self._attempt(finish)

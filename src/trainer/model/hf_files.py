@@ -4,6 +4,7 @@ Owns which tensor goes into which file and the files beside the weights. Does no
 (`export.py`) and does not name folders or make them durable (`trainer.durable`).
 """
 
+import copy
 import json
 import math
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class WeightFiles:
 
 def write_companions(
     config: PretrainedConfig,
+    generation: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     dtype: str | None = None,
@@ -122,6 +124,7 @@ def write_companions(
 
     Args:
         config: The model's config.
+        generation: The model's defaults of sampling; None: it has none.
         tokenizer: What the model was trained with; None: none is written.
         folder: Where to.
         dtype: Dtype of the weights; None: left open, as in a checkpoint.
@@ -130,13 +133,36 @@ def write_companions(
         OSError: a file cannot be written.
     """
     _write_json(folder / "config.json", published_config(config, dtype))
-    generation = GenerationConfig.from_model_config(config)
+    published = published_generation_config(
+        generation or GenerationConfig.from_model_config(config), tokenizer
+    )
+    # Not `save_pretrained`, which refuses what others have published.
+    published.to_json_file(folder / "generation_config.json")
     if tokenizer is not None:
-        generation.eos_token_id = tokenizer.eos_token_id
-        generation.bos_token_id = tokenizer.bos_token_id
-        generation.pad_token_id = tokenizer.pad_token_id
         _save_tokenizer(tokenizer, folder)
-    generation.save_pretrained(folder)
+
+
+def published_generation_config(
+    generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> GenerationConfig:
+    """Return the defaults of sampling with the tokenizer's special tokens.
+
+    The tokenizer's end of text comes first; what else ended texts before still does, if it is a
+    special token of this tokenizer: of another one it may be a letter here.
+    """
+    published = copy.deepcopy(generation)
+    if tokenizer is None:
+        return published
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    before = generation.eos_token_id
+    before = before if isinstance(before, list) else [before]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = list(dict.fromkeys([*ends, *(end for end in before if end in special)]))
+    published.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
+    for name in ("bos_token_id", "pad_token_id"):
+        if (token_id := getattr(tokenizer, name)) is not None:
+            setattr(published, name, token_id)
+    return published
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -14,12 +14,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3MoeConfig
+from transformers import GenerationConfig, Qwen3MoeConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.config.model import ModelConfig
 from trainer.errors import UserError
-from trainer.model.architecture import QwenConfig, locate_model, resolve_architecture
+from trainer.model.architecture import (
+    QwenConfig,
+    locate_model,
+    resolve_architecture,
+    resolve_generation,
+)
 from trainer.model.attention import choose_attention
 from trainer.model.causal_lm import (
     CausalLM,
@@ -79,9 +84,11 @@ def setup_model(
         outputs = model(input_ids, position_ids=position_ids, target_ids=target_ids)
     """
     device = _device(mesh)
-    hf_config = Ranks().together(lambda: _resolve(config, ep_mesh(mesh).size()))
+    hf_config, generation = Ranks().together(lambda: _resolve(config, ep_mesh(mesh).size()))
     with torch.device("meta"):
         model = _build(hf_config, _resolve_computation(config, hf_config, device.type))
+    if generation is not None:
+        model.generation_config = generation
     if config.activation_checkpointing:
         _checkpoint_activations_(model)
     _shard_(model, mesh, _DTYPES[config.compute_dtype], reshard_after_forward)
@@ -97,10 +104,10 @@ def setup_model(
     return model
 
 
-def _resolve(config: ModelConfig, ep_size: int) -> QwenConfig:
+def _resolve(config: ModelConfig, ep_size: int) -> tuple[QwenConfig, GenerationConfig | None]:
     hf_config = resolve_architecture(config)
     check_ep(hf_config.num_experts if isinstance(hf_config, Qwen3MoeConfig) else 0, ep_size)
-    return hf_config
+    return hf_config, resolve_generation(config)
 
 
 def check_ep(num_experts: int, ep_size: int) -> None:

@@ -46,6 +46,24 @@ class NamedGroup:
         return {"params": [parameter for _, parameter in self.named_parameters], **self.settings}
 
 
+def list_pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return (name, parameter) pairs as a list.
+
+    Raises:
+        TypeError: something else was given, such as `model.parameters()` or a dict.
+    """
+    pairs = list(named_parameters)
+    for pair in pairs:
+        match pair:
+            case (str(), Tensor()):
+                continue
+        raise TypeError(
+            f"named_parameters holds a {type(pair).__name__}, not (name, parameter) pairs: give "
+            "model.named_parameters(), or .items() of a dict"
+        )
+    return pairs
+
+
 def sort_parameters(named_parameters: Iterable[tuple[str, Tensor]]) -> list[NamedGroup]:
     """Sort a model's parameters into groups; empty groups are left out.
 

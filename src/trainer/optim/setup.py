@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.optim import AdamWConfig, DionConfig, DionMuonSection, MuonConfig, SGDConfig
 from trainer.errors import UserError
-from trainer.optim.groups import GROUP_NAMES, NamedGroup, check_cover, group_of, sort_parameters
+from trainer.optim.groups import (
+    GROUP_NAMES,
+    NamedGroup,
+    check_cover,
+    group_of,
+    list_pairs,
+    sort_parameters,
+)
 from trainer.optim.interface import TrainerOptimizer
 from trainer.optim.muon import Muon
 from trainer.optim.options import MuonOptions
@@ -42,10 +49,11 @@ def setup_optimizer(
 
     Raises:
         UserError: the request cannot be honoured for these parameters on this machine.
+        TypeError: `config` is no such section, or `named_parameters` no pairs.
 
     Collective: groups are made and warmed; all ranks of the mesh call.
     """
-    named_parameters = list(named_parameters)
+    named_parameters = list_pairs(named_parameters)
     groups = sort_parameters(named_parameters)
     check_cover(groups, named_parameters)
     match config:
@@ -71,6 +79,12 @@ def setup_optimizer(
                 momentum=config.momentum,
                 nesterov=config.nesterov,
                 weight_decay=config.weight_decay,
+            )
+        case _:
+            raise TypeError(
+                f"setup_optimizer: config={config!r} is no optim section: give a MuonConfig, "
+                "AdamWConfig, SGDConfig or DionConfig of trainer.config (of a dict, "
+                "MuonConfig.model_validate makes one)"
             )
 
 

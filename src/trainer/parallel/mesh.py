@@ -15,13 +15,15 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainer.config.parallel import ParallelConfig
 from trainer.errors import UserError
-from trainer.parallel.group import start_group
+from trainer.parallel.group import announce_failed_start, start_group
 from trainer.seat import Seat, read_seat
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 DP_SHARD_MOD_EP = "dp_shard_mod_ep"
 EP = "ep"
+
+DEVICE_TYPES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
         device_type: "cpu" or "cuda".
 
     Raises:
-        UserError: the section does not fit the number of ranks.
+        UserError: the section does not fit the number of ranks, or there is no such device.
 
     Collective: all ranks; creates the group of every axis, bounded by `parallel.timeout_s`, and
         runs one all-reduce in each, always in the same order.
@@ -86,7 +88,12 @@ def build_mesh(config: ParallelConfig, device_type: str) -> DeviceMesh:
     timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
         seat = _script_seat()
-        start_group(seat, _script_device(device_type, seat), timeout)
+        try:
+            device = _script_device(device_type, seat)
+        except UserError as error:
+            announce_failed_start(str(error), seat)
+            raise
+        start_group(seat, device, timeout)
     sizes = resolve_sizes(config, dist.get_world_size())
     mesh = init_device_mesh(
         device_type,
@@ -149,7 +156,14 @@ def _script_seat() -> Seat:
 
 
 def _script_device(device_type: str, seat: Seat) -> torch.device:
+    if device_type not in DEVICE_TYPES:
+        raise UserError(f"device_type={device_type!r}: must be one of {', '.join(DEVICE_TYPES)}")
     if device_type != "cuda":
         return torch.device(device_type)
+    if seat.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"device_type='cuda': local rank {seat.local_rank} has no GPU, "
+            f"{torch.cuda.device_count()} found; start fewer processes per node, or give 'cpu'"
+        )
     torch.cuda.set_device(seat.local_rank)
     return torch.device("cuda", seat.local_rank)

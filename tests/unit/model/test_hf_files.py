@@ -68,7 +68,7 @@ def test_tokenizer_that_cannot_be_written_is_an_os_error(
 
     monkeypatch.setattr(tokenizer, "save_pretrained", fail)
     with pytest.raises(OSError, match="tokenizer: No space left"):
-        write_companions(Qwen3Config(), tokenizer, tmp_path)
+        write_companions(Qwen3Config(), None, tokenizer, tmp_path)
 
 
 def test_unknown_dtype_is_refused():

@@ -50,6 +50,13 @@ def test_outputs_are_log_probs_entropies_and_routing(mesh: DeviceMesh) -> None:
     assert model(input_ids, **call).entropy_PS is None
 
 
+@pytest.mark.parametrize("asked", [{"logits": True}, {"target_ids": torch.zeros(1, 3).long()}])
+def test_targets_and_logits_need_positions(mesh: DeviceMesh, asked: dict[str, object]) -> None:
+    model = setup_model(random_model(dense_architecture()), mesh)
+    with pytest.raises(TypeError, match="needs input_ids and position_ids: documents of a pack"):
+        model(torch.zeros(1, 3).long(), **asked)
+
+
 def test_a_dense_network_has_no_routing(mesh: DeviceMesh) -> None:
     model = setup_model(random_model(dense_architecture()), mesh)
     input_ids, position_ids, target_ids = packed_batch([[16]])

@@ -3,7 +3,14 @@ import torch
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.optim.groups import NamedGroup, check_cover, group_of, parse_groups, sort_parameters
+from trainer.optim.groups import (
+    NamedGroup,
+    check_cover,
+    group_of,
+    list_pairs,
+    parse_groups,
+    sort_parameters,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +71,16 @@ def test_a_parameter_in_two_groups_or_none_is_an_error() -> None:
     weight.requires_grad_(False)
     with pytest.raises(UserError, match="frozen parameter w is in 1"):
         check_cover([group], [("w", weight)])
+
+
+@pytest.mark.parametrize(
+    "give", [lambda named: named.values(), lambda named: named, lambda named: [*named.items(), "w"]]
+)
+def test_what_is_no_pair_of_name_and_parameter_is_refused(give) -> None:
+    named = {"w": torch.nn.Parameter(torch.zeros(2, 2))}
+    with pytest.raises(TypeError, match=r"not \(name, parameter\) pairs: give model.named_param"):
+        list_pairs(give(named))
+    assert list_pairs(named.items()) == [("w", named["w"])]
 
 
 def test_nothing_to_train_is_an_error() -> None:

@@ -38,6 +38,12 @@ def test_each_type_builds_its_optimizer(config, kind) -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 5
 
 
+@pytest.mark.parametrize("config", [{"type": "muon"}, MuonConfig, None, "muon"], ids=str)
+def test_what_is_no_section_is_refused(config) -> None:
+    with pytest.raises(TypeError, match=r"config=.* is no optim section: give a MuonConfig"):
+        build(config)
+
+
 def test_muon_groups_come_in_order_and_are_logged(caplog) -> None:
     with caplog.at_level(logging.INFO):
         optimizer = build(MuonConfig(lr=0.1, adamw_lr=0.01))

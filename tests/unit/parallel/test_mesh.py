@@ -1,4 +1,5 @@
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.meshes import one_rank_mesh
@@ -54,6 +55,22 @@ def test_every_axis_exists_on_one_rank_and_no_group_is_made_twice() -> None:
         assert ep_mesh(mesh).mesh_dim_names == ("ep",)
         assert dense_mesh(mesh) == dense_mesh(mesh)
         assert dense_mesh(mesh).get_group("dp_shard") is dense_mesh(mesh).get_group("dp_shard")
+
+
+@pytest.mark.parametrize(
+    ("device_type", "message"),
+    [
+        ("cuda", r"device_type='cuda': local rank 0 has no GPU, 0 found; .* or give 'cpu'"),
+        ("gpu", "device_type='gpu': must be one of cpu, cuda"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device_type: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=message):
+        build_mesh(ParallelConfig(), device_type)
+    assert not dist.is_initialized()
 
 
 def test_a_mesh_of_many_ranks_needs_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
