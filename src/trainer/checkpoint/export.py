@@ -43,8 +43,8 @@ def export_checkpoint(
         max_shard_gib: Largest safetensors file in GiB.
 
     Raises:
-        UserError: no complete checkpoint, an `out` that holds something, an unknown dtype, or a
-            checkpoint that is damaged or unsafe.
+        UserError: no complete checkpoint, an `out` that holds something or lies in the checkpoint,
+            an unknown dtype, or a checkpoint that is damaged or unsafe.
         RuntimeError: the weights could not be written; nothing is left behind.
     """
     target = weight_dtype(dtype)
@@ -54,7 +54,7 @@ def export_checkpoint(
             f"checkpoint={checkpoint} is no complete checkpoint: give a folder "
             "checkpoints/step_N of a run"
         )
-    _start(out)
+    _start(out, found)
     try:
         check_files(found, read_manifest(found))
         index = read_index(found)
@@ -69,9 +69,11 @@ def export_checkpoint(
         raise RuntimeError(f"weights were not written to {out}: {failure}") from failure
 
 
-def _start(out: Path) -> None:
+def _start(out: Path, checkpoint: Path) -> None:
     """Make the folder to write in, or refuse a place that holds something or can hold no folder."""
     try:
+        if out.resolve().is_relative_to(checkpoint.resolve()):
+            raise FileExistsError("it lies in the checkpoint, which stays as it was saved")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise FileExistsError("it exists and is not an empty folder")
         start_folder(out)

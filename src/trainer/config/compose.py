@@ -69,7 +69,10 @@ class Composition:
                 self._set(older, newer, key)
             elif schema.variants(info.annotation):
                 older[key] = self._merge_section(info, older.get(key), newer.table(key))
-            elif schema.is_free_table(info.annotation) and isinstance(older.get(key), dict):
+            elif (
+                value and schema.is_free_table(info.annotation) and isinstance(older.get(key), dict)
+            ):
+                # An empty table adds nothing: it stands for none, and empties the older one.
                 for name in value:
                     self._set(older[key], newer.table(key), name)
             else:

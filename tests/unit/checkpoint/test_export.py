@@ -71,6 +71,14 @@ def test_folder_that_holds_something_is_refused(saved: Path, tmp_path: Path):
         export_checkpoint(saved / "checkpoints" / "step_3", tmp_path)
 
 
+def test_a_folder_in_the_checkpoint_is_refused(saved: Path):
+    checkpoint = saved / "checkpoints" / "step_3"
+    before = sorted(checkpoint.rglob("*"))
+    with pytest.raises(UserError, match=r"out='.*' .* \(it lies in the checkpoint"):
+        export_checkpoint(checkpoint, checkpoint / "a" / "out")
+    assert sorted(checkpoint.rglob("*")) == before
+
+
 @pytest.mark.parametrize("place", ["file/out", "/proc/out", "x" * 300, "a\0b"])
 def test_a_place_that_can_hold_no_folder_is_refused(saved: Path, tmp_path: Path, place: str):
     (tmp_path / "file").touch()

@@ -280,6 +280,17 @@ def test_steps_and_ratio_of_a_phase_give_way_to_the_later_layer(load):
     assert (config.scheduler.warmup_ratio, config.scheduler.warmup_steps) == (0.25, None)
 
 
+@pytest.mark.parametrize("later", ["flag", "file"])
+def test_an_empty_free_table_of_a_later_layer_empties_it(load, later):
+    files = ("[data.source.params]\na = 1", "[data.source.params]\nb = 2")
+    assert load(files=files)[0].data.source.model_dump()["params"] == {"a": 1, "b": 2}
+    if later == "flag":
+        config, _ = load("--data.source.params", "{}", files=files)
+    else:
+        config, _ = load(files=(*files, "[data.source.params]"))
+    assert config.data.source.model_dump()["params"] == {}
+
+
 def test_text_in_a_free_table_of_a_file_stays_text(load):
     config, _ = load(files=('[data.source.params]\na = "1"\nb = "true"',))
     assert config.data.source.model_dump()["params"] == {"a": "1", "b": "true"}
