@@ -5,7 +5,7 @@ are `options.py`'s.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -107,6 +107,21 @@ def check_unchanged(group: dict[str, Any], planned: PlannedGroup) -> None:
                 f"param group {planned.name}: {key} was {value!r} when Muon was built and is now "
                 f"{group[key]!r}; the plan rests on it: build the optimizer anew"
             )
+
+
+def check_same_parameters(groups: Iterable[dict[str, Any]], built: Sequence[Tensor]) -> None:
+    """Check that groups hold the parameters, in order, that the optimizer was built with.
+
+    Raises:
+        UserError: one was added, removed or replaced.
+    """
+    held = [parameter for group in groups for parameter in group["params"]]
+    if len(held) != len(built) or any(a is not b for a, b in zip(held, built, strict=True)):
+        raise UserError(
+            f"the param groups hold {len(held)} parameters that are not the {len(built)} of "
+            "construction: the plan rests on those; change values in place, or build the optimizer "
+            "anew"
+        )
 
 
 def check_devices(named: Iterable[tuple[str, Tensor]]) -> None:

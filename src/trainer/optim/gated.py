@@ -12,7 +12,12 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.optim.agreement import plan_agreements
-from trainer.optim.checks import GradientCheck, check_flag, refuse_copy
+from trainer.optim.checks import (
+    GradientCheck,
+    check_flag,
+    check_same_parameters,
+    refuse_copy,
+)
 from trainer.optim.gate import FiniteGate
 from trainer.optim.groups import NamedGroup
 from trainer.optim.interface import TrainerOptimizer
@@ -98,8 +103,9 @@ class GatedOptimizer(TrainerOptimizer):
                 step counts as they are. The host's counts follow in `settle`.
 
         Raises:
-            UserError: a hyperparameter has left its range, or changed where the optimizer rests on
-                it; a gradient lies otherwise than its parameter; or, of the step before, as
+            UserError: the parameters are not those that the optimizer was built with; a
+                hyperparameter has left its range, or changed where the optimizer rests on it; a
+                gradient lies otherwise than its parameter; or, of the step before, as
                 `settle`.
 
         Collective: the agreements of `Presence`, those of copies first, then the update's own; all
@@ -110,6 +116,7 @@ class GatedOptimizer(TrainerOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_same_parameters(self.param_groups, self._parameters)
         self._check_settings()
         self._gradients.check()
         self.settle()

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tests.support.sharding import distribute, shard_of
 from tests.support.threads import run_threads
 from trainer.errors import UserError
+from trainer.optim.muon import Muon
 from trainer.optim.state import local
 from trainer.optim.torch_optimizers import SGD, AdamW
 
@@ -136,6 +137,24 @@ def test_a_group_that_comes_later_is_refused(ours, theirs) -> None:
     optimizer = ours(parameters())
     with pytest.raises(UserError, match=r"add_param_group after construction: .* plans once"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+CHANGES = {
+    "append": lambda members: members.append(nn.Parameter(torch.ones(2, 2))),
+    "remove": lambda members: members.pop(),
+    "replace": lambda members: members.__setitem__(0, nn.Parameter(members[0].detach().clone())),
+    "reverse": lambda members: members.reverse(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("build", [SGD, AdamW, Muon])
+def test_parameters_changed_behind_its_back_are_refused(build, change) -> None:
+    named = [(f"w{i}", nn.Parameter(torch.randn(4, 4))) for i in range(3)]
+    optimizer = build(named, lr=0.1)
+    change(optimizer.param_groups[0]["params"])
+    with pytest.raises(UserError, match="that are not the 3 of construction"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
