@@ -11,7 +11,7 @@ stacks, against fp32; then the times. The last line of output is one JSON object
 
     python scripts/bench/newton_schulz.py                   # all shapes, bf16 and fp16, on a GPU
     python scripts/bench/newton_schulz.py --shapes headline --baselines quack_seed --save
-    python scripts/bench/newton_schulz.py --tiles           # which tile is fastest, by product
+    python scripts/bench/newton_schulz.py --tiles --shapes headline --save --name tiles
     python scripts/bench/newton_schulz.py --tiny --device cpu
 """
 
@@ -74,7 +74,9 @@ def main() -> None:
         "arguments": vars(arguments),
     }
     if arguments.tiles:
-        record["tiles"] = search_tiles(shapes, torch.bfloat16, device)
+        record["tiles"] = search_tiles(
+            shapes, getattr(torch, arguments.dtypes[0]), device, arguments.seconds
+        )
     else:
         rows: list[Row] = []
         record |= {"ceiling_tflops": {}, "rows": []}

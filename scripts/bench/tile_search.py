@@ -1,98 +1,101 @@
-"""Which tile is fastest for QuACK's products at each shape: the source of `Tiles` in src."""
+"""Which tiles are fastest for QuACK's products at each shape: the source of `Tiles` in src.
+
+Tiles are compared within the whole iteration: a tile that wins alone can lose there, where what
+the products before it left in the caches, and the card's power, are shared.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from timing import time_interleaved
+from torch import Tensor
 
-from trainer.optim.kernels.products import Products, torch_products
+from trainer.optim.kernels import choose_kernel
 from trainer.optim.kernels.symmetric import Tile, Tiles, quack_products
+from trainer.optim.newton_schulz import newton_schulz
 
 Shape = tuple[int, int, int]
+Call = Callable[[int], Tensor]
 
 SQUARES = [
     Tile(128, 128),
+    Tile(128, 128, cluster_rows=2, cluster_columns=2),
     Tile(128, 256, cluster_rows=2, pingpong=False),
     Tile(192, 192, pingpong=False),
-    Tile(256, 256, pingpong=False),
     Tile(256, 128, cluster_columns=2, pingpong=False),
 ]
 RECTANGLES = [
     Tile(128, 128, cluster_rows=2),
     Tile(128, 160, cluster_rows=2),
+    Tile(128, 192),
     Tile(128, 192, cluster_rows=2),
-    Tile(128, 192, cluster_columns=2),
     Tile(128, 208, cluster_rows=2),
-    Tile(192, 128, cluster_rows=2),
     Tile(128, 256, cluster_rows=2, pingpong=False),
-    Tile(256, 128, cluster_rows=2, pingpong=False),
     Tile(256, 128, cluster_columns=2, pingpong=False),
     Tile(256, 192, cluster_rows=2, pingpong=False),
-    Tile(256, 208, cluster_columns=2, pingpong=False),
 ]
 
 
 def search_tiles(
-    shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device
+    shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, seconds: float
 ) -> list[dict[str, Any]]:
-    """Time every tile for X·Xᵀ, b·A + c·A·A and a·X + B·X at every shape; print and return rows."""
-    capability = torch.cuda.get_device_capability(device)
+    """Time an iteration with each tile of the symmetric and of the general products.
+
+    Args:
+        shapes: Stacks [B, M, N].
+        dtype: Of the iteration.
+        device: A GPU.
+        seconds: Of measuring, for each shape.
+
+    Returns:
+        A row for each shape and variant; printed too, fastest first.
+    """
     rows: list[dict[str, Any]] = []
-    for num_matrices, M, N in shapes:
-        S, L = sorted((M, N))
-        # Tall stacks are iterated on as they lie, on the transposed view.
-        X = torch.randn(num_matrices, M, N, device=device).to(dtype) / (S * L) ** 0.5
-        wide, A = (
-            (X if M <= N else X.mT),
-            torch.empty(num_matrices, S, S, device=device, dtype=dtype),
-        )
-        B, Y = torch.empty_like(A), torch.empty_like(wide)
-        quack_products(capability).gram(wide, A)
-        products = {"gram": S * S * L, "symmetric": S**3, "apply": 2 * S * S * L}
-        for product, flops in products.items():
-            tiles = RECTANGLES if product == "apply" else SQUARES
-            calls = {"torch": _call(product, torch_products(), wide, A, B, Y)}
-            for tile in tiles:
-                chosen = quack_products(
-                    capability, Tiles(symmetric=tile, symmetric_large=tile, general=tile)
-                )
-                call = _call(product, chosen, wide, A, B, Y)
-                if _runs(call, tile):
-                    calls[str(tile)] = call
-            timings = time_interleaved(calls, device, warm_up_s=0.05, measure_s=0.3)
-            for name, timing in sorted(timings.items(), key=lambda item: item[1].median_ms):
-                rate = num_matrices * flops / timing.median_ms * 1e-9
-                rows.append(
-                    {"shape": [num_matrices, M, N], "product": product, "tile": name}
-                    | {"tflops": rate, **asdict(timing)}
-                )
-                print(f"{num_matrices}x{M}x{N} {product:<10} {rate:6.1f} TFLOP/s  {name}")
+    for shape in shapes:
+        X_BMN = torch.randn(shape, device=device).to(dtype)
+        calls = {}
+        for name, tiles in _variants(shape).items():
+            call = _call(X_BMN, tiles)
+            if _runs(call, name):
+                calls[name] = call
+        timings = time_interleaved(calls, device, warm_up_s=seconds / 10, measure_s=seconds)
+        for name, timing in sorted(timings.items(), key=lambda item: item[1].median_ms):
+            rows.append({"shape": list(shape), "tiles": name, **asdict(timing)})
+            print(f"{'x'.join(map(str, shape)):<14} {timing.median_ms:8.3f} ms  {name}", flush=True)
     return rows
 
 
-def _call(
-    product: str,
-    products: Products,
-    X: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    Y: torch.Tensor,
-) -> Callable[[int], None]:
-    if product == "gram":
-        return lambda _: products.gram(X, B)
-    if product == "symmetric":
-        return lambda _: products.symmetric(A, A, A, 2.0, -3.0, B)
-    return lambda _: products.apply(A, X, 3.0, Y)
+def _variants(shape: Shape) -> dict[str, Tiles]:
+    """Return by name: the tiles in use, and those with one of them exchanged."""
+    _, M, N = shape
+    variants = {"in use": Tiles()}
+    for tile in SQUARES:
+        # Tall stacks are column-major operands, of which cutlass-dsl compiles no 192 rows.
+        if M <= N or tile.rows != 192:
+            variants[f"symmetric {tile}"] = replace(Tiles(), symmetric=tile, symmetric_large=tile)
+    for tile in RECTANGLES:
+        variants[f"general {tile}"] = replace(Tiles(), general=tile)
+    return variants
 
 
-def _runs(call: Callable[[int], None], tile: Tile) -> bool:
-    """Tell whether a tile compiles and launches; QuACK refuses some with errors of many kinds."""
+def _call(X_BMN: Tensor, tiles: Tiles) -> Call:
+    num_matrices, M, N = X_BMN.shape
+    choice = choose_kernel(
+        "auto", shape=(num_matrices, M, N), dtype=X_BMN.dtype, device=X_BMN.device
+    )
+    capability = torch.cuda.get_device_capability(X_BMN.device)
+    tiled = replace(choice, load_products=lambda: quack_products(capability, tiles))
+    return lambda _: newton_schulz(X_BMN, kernel=tiled)
+
+
+def _runs(call: Call, name: str) -> bool:
+    """Tell whether tiles compile and launch; QuACK refuses some with errors of many kinds."""
     try:
         call(0)
         torch.cuda.synchronize()
     except (ValueError, RuntimeError, AssertionError, TypeError) as error:
-        print(f"{tile}: refused, {error}")
+        print(f"{name}: refused, {error}", flush=True)
         return False
     return True

@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from trainer.optim.kernels.products import Products, torch_products
+from trainer.optim.kernels.symmetric import Tiles
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
@@ -26,6 +30,31 @@ def test_newton_schulz_prints_errors_then_times_then_one_json_object():
     assert {row["dtype"] for row in record["rows"]} == {"bfloat16", "float16"}
     assert {row["variant"] for row in record["rows"]} >= {"auto", "gram", "eager"}
     assert set(record["rows"][0]["errors"]) >= {"rank_1", "one_large_row", "largest_singular_value"}
+
+
+def test_tiles_are_compared_within_the_iteration(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import tile_search
+
+    given = []
+
+    def stand_in(_, tiles: Tiles) -> Products:
+        given.append(tiles)
+        if tiles.general.rows == 256:
+            raise ValueError("no such tile")
+        return torch_products()
+
+    monkeypatch.setattr(tile_search, "quack_products", stand_in)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    rows = tile_search.search_tiles(
+        [(2, 16, 24), (2, 48, 16)], torch.bfloat16, torch.device("cpu"), 0.01
+    )
+    kinds = [str(row["tiles"]).partition(" ")[0] for row in rows]
+    assert kinds.count("in") == 2
+    assert kinds.count("symmetric") == 2 * len(tile_search.SQUARES) - 1, "192 rows of a tall stack"
+    assert 0 < kinds.count("general") < 2 * len(tile_search.RECTANGLES), "some are refused"
+    assert {tiles.symmetric for tiles in given} >= set(tile_search.SQUARES)
 
 
 def test_muon_step_compares_the_variants_that_can_run_at_each_ep():
