@@ -4,7 +4,7 @@
 
 For the study alone, which gives both optimizers the same freedom: the product's `adamw` has one
 rate, its `muon` two (`lr` and `adamw_lr`). `trainer.loops.pretrain` in the order of its parts, with
-the optimizer's one group made two before the first step.
+an optimizer of two groups in the place of that of one before the first step.
 """
 
 import sys
@@ -33,20 +33,22 @@ def main(rest_lr: float, arguments: list[str]) -> None:
         with open_run(config, world, tokenizer, "study", data.train, names) as (run, _):
             optimizer = run.step.optimizer
             assert isinstance(optimizer, AdamW)
-            split_rest(optimizer, list(run.step.model.named_parameters()), rest_lr)
+            named_parameters = list(run.step.model.named_parameters())
+            run.step.optimizer = split_rest(optimizer, named_parameters, rest_lr)
             run.step.base_lrs.append(rest_lr)
             train(run, config, data.train, lambda: evaluate(run, config, data))
 
 
-def split_rest(optimizer: AdamW, named_parameters: list[tuple[str, Tensor]], lr: float) -> None:
-    """Move what Muon leaves to AdamW into a param group of its own."""
-    rest = [p for _, p in sort_parameters(named_parameters)[-1].named_parameters]
-    (group,) = optimizer.param_groups
-    ours = {id(parameter) for parameter in rest}
-    group["params"] = [p for p in group["params"] if id(p) not in ours]
-    assert group["params"]
-    assert rest
-    optimizer.param_groups.append({**group, "params": rest, "lr": lr})
+def split_rest(optimizer: AdamW, named_parameters: list[tuple[str, Tensor]], lr: float) -> AdamW:
+    """Return such an optimizer with what Muon leaves to AdamW in a param group of its own."""
+    *groups, rest = sort_parameters(named_parameters)
+    assert groups
+    assert rest.name == "adamw"
+    (settings,) = optimizer.param_groups
+    matrices = [pair for group in groups for pair in group.named_parameters]
+    return AdamW(
+        [{**settings, "params": matrices}, {**settings, "params": rest.named_parameters, "lr": lr}]
+    )
 
 
 if __name__ == "__main__":

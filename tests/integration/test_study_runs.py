@@ -58,7 +58,7 @@ def test_adamw_with_two_rates_moves_each_weight_by_its_own():
     named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
     optimizer = setup_optimizer(AdamWConfig(lr=0.5, weight_decay=0.0), named)
     assert isinstance(optimizer, AdamW)
-    split_rest(optimizer, named, 2.0)
+    optimizer = split_rest(optimizer, named, 2.0)
     for _, parameter in named:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
