@@ -8,6 +8,7 @@ an optimizer of two groups in the place of that of one before the first step.
 """
 
 import sys
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -39,7 +40,9 @@ def main(rest_lr: float, arguments: list[str]) -> None:
             train(run, config, data.train, lambda: evaluate(run, config, data))
 
 
-def split_rest(optimizer: AdamW, named_parameters: list[tuple[str, Tensor]], lr: float) -> AdamW:
+def split_rest(
+    optimizer: AdamW, named_parameters: Sequence[tuple[str, Tensor]], lr: float
+) -> AdamW:
     """Return such an optimizer with what Muon leaves to AdamW in a param group of its own."""
     *groups, rest = sort_parameters(named_parameters)
     assert groups
