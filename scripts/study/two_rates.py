@@ -16,7 +16,7 @@ from trainer.config import load_config
 from trainer.config.pretrain import PretrainConfig
 from trainer.data.text.setup import setup_pretrain_data
 from trainer.data.tokenizer import choose_tokenizer
-from trainer.loops.assembly import open_run
+from trainer.loops.assembly import RunParts, open_run
 from trainer.loops.pretrain import evaluate
 from trainer.loops.supervised import train
 from trainer.optim.groups import sort_parameters
@@ -30,8 +30,8 @@ def main(rest_lr: float, arguments: list[str]) -> None:
     with open_world(config.parallel) as world:
         tokenizer = choose_tokenizer(config.data.tokenizer, config.model.name)
         data = setup_pretrain_data(config.data, config.val, tokenizer, config.seed)
-        names = data.source_names
-        with open_run(config, world, tokenizer, "study", data.train, names) as (run, _):
+        parts = RunParts(config, world, tokenizer, "study", data.train, data.source_names)
+        with open_run(parts) as (run, _):
             optimizer = run.step.optimizer
             assert isinstance(optimizer, AdamW)
             named_parameters = list(run.step.model.named_parameters())

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,19 +60,11 @@ class Resumable(Protocol):
         """Go to a saved place; a UserError if it means nothing under this config and data."""
 
 
-@contextmanager
-def open_run(
-    config: RunConfig,
-    world: World,
-    tokenizer: PreTrainedTokenizerFast,
-    kind: str,
-    place: Resumable,
-    source_names: Sequence[str] = (),
-    build_more: Callable[[], None] | None = None,
-) -> Iterator[tuple[Run, bool]]:
-    """Build everything a run needs, resume it if asked, and close it in order.
+@dataclass(frozen=True)
+class RunParts:
+    """What a run is put together from.
 
-    Args:
+    Attributes:
         config: Resolved.
         world: Of this process.
         tokenizer: Of the data; saved with the weights.
@@ -79,6 +72,20 @@ def open_run(
         place: At its start; goes to the saved one before anything in the folder changes.
         source_names: Of the sources of data, to record the loss of each.
         build_more: Builds what else may fail, before anything in the folder changes; all ranks.
+    """
+
+    config: RunConfig
+    world: World
+    tokenizer: PreTrainedTokenizerFast
+    kind: str
+    place: Resumable
+    source_names: Sequence[str] = ()
+    build_more: Callable[[], None] | None = None
+
+
+@contextmanager
+def open_run(parts: RunParts) -> Iterator[tuple[Run, bool]]:
+    """Build everything a run needs, resume it if asked, and close it in order.
 
     Yields:
         The run, and whether it goes on from a checkpoint.
@@ -91,19 +98,18 @@ def open_run(
     Collective: all ranks; one all-gather of digests of the data; building the mesh, the model and
         the optimizer, then loading.
     """
+    config, world = parts.config, parts.world
     use_deterministic_algorithms(config.deterministic, world.device)
     seed_all(config.seed)
     ranks = Ranks()
-    _check_equality(ranks, place)
+    _check_equality(ranks, parts.place)
     with ExitStack() as stack:
         ranks.on_first(lambda: stack.enter_context(held_output_dir(config.output_dir)), UserError)
-        run, is_resumed = _set_up(
-            config, world, tokenizer, kind, place, source_names, build_more, stack
-        )
+        run, is_resumed = _set_up(parts, ranks, stack)
         try:
             yield run, is_resumed
         except Interrupted:
-            run.save_if_due(place.state_dict(), now=True)
+            run.save_if_due(parts.place.state_dict(), now=True)
             run.store.wait()  # a write in the background is the checkpoint that was promised
             raise
         except UserError:
@@ -117,42 +123,27 @@ def open_run(
         run.store.wait()
 
 
-def _set_up(
-    config: RunConfig,
-    world: World,
-    tokenizer: PreTrainedTokenizerFast,
-    kind: str,
-    place: Resumable,
-    source_names: Sequence[str],
-    build_more: Callable[[], None] | None,
-    stack: ExitStack,
-) -> tuple[Run, bool]:
+def _set_up(parts: RunParts, ranks: Ranks, stack: ExitStack) -> tuple[Run, bool]:
     """Return the run, and whether it goes on from a checkpoint; see `open_run`."""
-    ranks = Ranks()
-    store = CheckpointStore(
-        Path(config.output_dir) / CHECKPOINTS,
-        keep_last=config.ckpt.keep_last,
-        keep_every=config.ckpt.keep_every,
-        asynchronous=config.ckpt.asynchronous,
-        tokenizer=tokenizer,
-    )
+    config, world = parts.config, parts.world
+    store = _open_store(config, parts.tokenizer)
     resume_step = ranks.on_first(lambda: resolve_resume(config, store), UserError)
     saved = None if resume_step is None else store.read_progress(resume_step)
     if saved is not None:
         _check_saved(saved, config, world)
     set_phase("set-up", is_timed=False)
-    step = _build_step(config, world, saved, len(source_names))
-    _check_vocabulary(step.model.config.vocab_size, tokenizer)
+    step = _build_step(config, world, saved, len(parts.source_names))
+    _check_vocabulary(step.model.config.vocab_size, parts.tokenizer)
     if resume_step is not None:
         store.load(resume_step, step.model, step.optimizer)
     if saved is not None:
         position = saved["data"]
-        ranks.together(lambda: place.load_state_dict(position))
-    if build_more is not None:
-        build_more()
+        ranks.together(lambda: parts.place.load_state_dict(position))
+    if parts.build_more is not None:
+        parts.build_more()
     stop_signal = stack.enter_context(StopSignal(has_launcher=world.size > 1))
-    run = Run(config, world, tokenizer, step, store, stop_signal, source_names)
-    _open_record(run, saved, kind, stack, ranks)
+    run = Run(config, world, parts.tokenizer, step, store, stop_signal, parts.source_names)
+    _open_record(run, saved, parts.kind, stack, ranks)
     if world.is_first:
         _warn_of_positions(config, step.model.config.max_position_embeddings)
     if saved is not None:
@@ -160,6 +151,16 @@ def _set_up(
         run.profiler.warn_of_past_steps(step.progress.step)
         run.save_missing_weights()
     return run, saved is not None
+
+
+def _open_store(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> CheckpointStore:
+    return CheckpointStore(
+        Path(config.output_dir) / CHECKPOINTS,
+        keep_last=config.ckpt.keep_last,
+        keep_every=config.ckpt.keep_every,
+        asynchronous=config.ckpt.asynchronous,
+        tokenizer=tokenizer,
+    )
 
 
 def _build_step(

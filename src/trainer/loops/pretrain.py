@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config.pretrain import PretrainConfig
 from trainer.data.text.setup import PretrainData, setup_pretrain_data
 from trainer.data.tokenizer import choose_tokenizer
-from trainer.loops.assembly import open_run
+from trainer.loops.assembly import RunParts, open_run
 from trainer.loops.continuations import continue_prompts
 from trainer.loops.evaluate import mean_loss
 from trainer.loops.run import Run
@@ -29,7 +29,8 @@ def run_pretrain(config: PretrainConfig) -> None:
     with open_world(config.parallel) as world:
         tokenizer, data = Ranks().together(lambda: _setup_data(config))
         place, names = data.train, data.source_names
-        with open_run(config, world, tokenizer, "pretrain", place, names) as (run, is_resumed):
+        parts = RunParts(config, world, tokenizer, "pretrain", place, names)
+        with open_run(parts) as (run, is_resumed):
             run.say(data.description)
             if not is_resumed:
                 show_continuations(run, config, data, "before training")

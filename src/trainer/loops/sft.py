@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.config import SFTConfig
 from trainer.data import SFTData, setup_sft_data, setup_tokenizer
-from trainer.loops.assembly import open_run
+from trainer.loops.assembly import RunParts, open_run
 from trainer.loops.evaluate import mean_loss
 from trainer.loops.greedy import answer_greedily, samples_text
 from trainer.loops.run import Run
@@ -28,7 +28,8 @@ def run_sft(config: SFTConfig) -> None:
     """
     with open_world(config.parallel) as world:
         tokenizer, data = Ranks().together(lambda: _setup_data(config))
-        with open_run(config, world, tokenizer, "SFT", data.train) as (run, is_resumed):
+        parts = RunParts(config, world, tokenizer, "SFT", data.train)
+        with open_run(parts) as (run, is_resumed):
             run.say(data.description)
             if config.val.interval and not data.validation_packs:
                 run.say(

@@ -17,7 +17,7 @@ from trainer.config.rl import RolloutConfig
 from trainer.data import setup_tokenizer
 from trainer.data.host_memory import check_fits_host
 from trainer.errors import UserError
-from trainer.loops.assembly import open_run
+from trainer.loops.assembly import RunParts, open_run
 from trainer.loops.due import is_due
 from trainer.loops.rl.collect import Collector
 from trainer.loops.rl.judge import Judge
@@ -56,8 +56,8 @@ def run_rl(config: RLConfig) -> None:
     with open_world(config.parallel) as world:
         tokenizer, prompts, sampling, scorer = Ranks().together(lambda: _setup(config))
         place, reference = Place(config, prompts.train), Reference(config, world)
-        opened = open_run(config, world, tokenizer, "RL", place, build_more=reference.build)
-        with opened as (run, is_resumed):
+        parts = RunParts(config, world, tokenizer, "RL", place, build_more=reference.build)
+        with open_run(parts) as (run, is_resumed):
             run.say(prompts.description)
             engine = LocalEngine(
                 run.model,
