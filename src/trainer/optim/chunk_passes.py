@@ -106,6 +106,7 @@ def _directions(flight: Flight, inputs: StepInputs) -> Iterator[Tensor]:
     return directions(
         [momentum_of(s, group, inputs) for s in segments],
         [gradient_of(s, group, inputs) for s in segments],
+        [inputs.gates[s.piece.parameter] for s in segments],
         group["mu"],
         nesterov=group["nesterov"],
     )

@@ -70,7 +70,7 @@ class Flight:
 
 
 def find_runs(flight: Flight, inputs: StepInputs) -> list[Run]:
-    """Return where the matrices of a chunk lie; none where this rank holds nothing of them."""
+    """Return where the matrices of a chunk lie; runs of no elements where this rank holds none."""
     flatten = inputs.groups[flight.bucket.group]["flatten"]
     runs = []
     for segment in flight.bucket.segments(flight.chunk.start, flight.chunk.stop):

@@ -33,16 +33,33 @@ def update_momentum_(
 
 
 def directions(
-    momenta: Sequence[Tensor], gradients: Sequence[Tensor | None], mu: float, *, nesterov: bool
+    momenta: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    gates: Sequence[Tensor | None],
+    mu: float,
+    *,
+    nesterov: bool,
 ) -> Generator[Tensor]:
-    """Yield what is orthogonalized: m, or with Nesterov mu * m + g. Never write to the results."""
-    for m, g in zip(momenta, gradients, strict=True):
+    """Yield what is orthogonalized: m, or with Nesterov mu * m + g. Never write to the results.
+
+    A gradient behind a shut gate, which may hold nan and inf, counts as zeros: directions are
+    finite whatever it holds, for products that apply an update of factor 0.
+
+    Args:
+        momenta: Local matrices.
+        gradients: As `update_momentum_` took them.
+        gates: As there.
+        mu: Momentum factor.
+        nesterov: Whether to look ahead.
+    """
+    for m, g, gate in zip(momenta, gradients, gates, strict=True):
         if not nesterov:
             yield m
         elif g is None:
             yield m * mu
         else:
-            yield (m * mu).add_(g.to(m.dtype))
+            g = g.to(m.dtype)
+            yield (m * mu).add_(g if gate is None else torch.where(gate, g, 0.0))
 
 
 def apply_updates_(

@@ -66,7 +66,7 @@ class PerMatrixStep:
         gradient = None if parameter.grad is None else local(parameter.grad)
         with self._timer.measure("momentum"):
             update_momentum_([m], [gradient], [gate], group["mu"])
-            u = next(directions([m], [gradient], group["mu"], nesterov=group["nesterov"]))
+            (u,) = directions([m], [gradient], [gate], group["mu"], nesterov=group["nesterov"])
         start = self._timer.mark()
         whole = _gather(u, spec, self._meshes)
         stop = self._timer.mark()

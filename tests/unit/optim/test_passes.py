@@ -28,7 +28,7 @@ def test_a_missing_gradient_counts_as_zeros() -> None:
     m = torch.ones(2, 3)
     update_momentum_([m], [None], [OPEN], 0.5)
     assert torch.equal(m, torch.full((2, 3), 0.5))
-    (u,) = directions([m], [None], 0.5, nesterov=True)
+    (u,) = directions([m], [None], [None], 0.5, nesterov=True)
     assert torch.equal(u, torch.full((2, 3), 0.25))
 
 

@@ -75,13 +75,17 @@ def test_fused_updates_are_those_of_a_pass_apart(request, settings) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_shut_gate_leaves_weights_as_they_are(fuses) -> None:
-    optimizer = make()
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("held", [float("nan"), float("inf")])
+def test_a_shut_gate_leaves_weights_as_they_are(fuses, nesterov, held) -> None:
+    optimizer = make(nesterov=nesterov)
     optimizer.step()
     before = [weight.clone() for weight in weights(optimizer)]
     for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad.fill_(float("nan"))
+        parameter.grad.fill_(held)
+    reset_launch_counts()
     optimizer.step(finite=torch.tensor(False))
+    assert launch_counts()["test.update"] == len(SHAPES)
     assert all(map(torch.equal, weights(optimizer), before))
     assert not optimizer.settle()
 
@@ -149,8 +153,9 @@ def test_fused_chunks_move_less_and_hold_less(request) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("ns_dtype", ["bfloat16", "float16"])
-def test_fused_updates_on_a_gpu_are_those_of_a_pass_apart(monkeypatch, ns_dtype) -> None:
+def test_fused_updates_on_a_gpu_are_those_of_a_pass_apart(monkeypatch, ns_dtype, nesterov) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("fused on Hopper alone")
     pytest.importorskip("quack")
@@ -164,12 +169,13 @@ def test_fused_updates_on_a_gpu_are_those_of_a_pass_apart(monkeypatch, ns_dtype)
             draw = torch.randn(2, *shape, generator=generator, device="cuda")
             parameters.append(torch.nn.Parameter(draw[0]))
             parameters[-1].grad = draw[1].clone()
-        optimizer = Muon(
-            parameters, lr=0.1, weight_decay=0.1, options=MuonOptions(ns_dtype=ns_dtype)
-        )
+        chosen = MuonOptions(ns_dtype=ns_dtype)
+        optimizer = Muon(parameters, lr=0.1, weight_decay=0.1, nesterov=nesterov, options=chosen)
         begun = [parameter.detach().clone() for parameter in parameters]
         reset_launch_counts()
         for finite in (True, True, False):
+            if not finite:
+                parameters[0].grad.fill_(float("nan"))
             before = [parameter.detach().clone() for parameter in parameters]
             optimizer.step(finite=torch.tensor(finite, device="cuda"))
         assert all(map(torch.equal, parameters, before))

@@ -65,7 +65,7 @@ class TableLayout:
         weights: Sequence[Tensor],
         gates: Sequence[Tensor | None],
     ) -> "MatrixTable | None":
-        """Return the table; None where the tensors must be passed over one by one.
+        """Return the table; None where the tensors must be passed over one by one, or are empty.
 
         The tensors must outlive the kernels that walk the table. Where all lie as at the last call,
         that call's table is returned: nothing is copied to the device.
@@ -77,8 +77,10 @@ class TableLayout:
             gates: For each, a 0-d bool on the device; None: open.
         """
         kernels = find_kernels(weights[0].device.type)
+        if kernels is None or self._num_elements == 0:
+            return None
         columns = list(zip(gradients, momenta, weights, strict=True))
-        if kernels is None or not all(t is None or _fits(t) for ts in columns for t in ts):
+        if not all(t is None or _fits(t) for ts in columns for t in ts):
             return None
         bases = [
             [*(0 if t is None else t.data_ptr() for t in tensors), _address_of(gate)]

@@ -30,6 +30,15 @@ def _is_open(table_ptr, matrix):
 
 
 @triton.jit
+def _has_gradient(table_ptr, matrix):
+    """A gradient behind a shut gate may hold nan and inf: it counts as zeros, like one not there.
+
+    Directions stay finite then, for products that apply an update of factor 0.
+    """
+    return (_address(table_ptr, matrix, 0) != 0) & _is_open(table_ptr, matrix)
+
+
+@triton.jit
 def _power_of_two(exponent):
     """Of an int32 in [-126, 127], fp32, exact."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -53,15 +62,13 @@ def momentum_kernel(
     matrix, part = (work // num_parts).to(tl.int64), work % num_parts
     m_ptr = _matrix_ptr(table_ptr, matrix, 1)
     g_ptr = _matrix_ptr(table_ptr, matrix, 0)
-    has_gradient = _address(table_ptr, matrix, 0) != 0
-    is_open = _is_open(table_ptr, matrix)
+    has_gradient, is_open = _has_gradient(table_ptr, matrix), _is_open(table_ptr, matrix)
     total = tl.zeros((TILE,), dtype=tl.float64 if OF_SQUARES else tl.float32)
     for block in tl.range(NUM_BLOCKS, num_stages=STAGES):
         offsets = (part * NUM_BLOCKS + block) * TILE + tl.arange(0, TILE)
         inside = offsets < num_elements
         m = tl.load(m_ptr + offsets, mask=inside, other=0.0)
         g = tl.load(g_ptr + offsets, mask=inside & has_gradient, other=0.0)
-        # A shut gate may hold back nan and inf: select, never multiply.
         m = tl.where(is_open, m * mu + g, m)
         tl.store(m_ptr + offsets, m, mask=inside & is_open)
         u = m * mu + g if NESTEROV else m
@@ -80,9 +87,9 @@ def momentum_kernel(
 def _direction(table_ptr, matrix, offsets, inside, mu, NESTEROV: tl.constexpr):
     m = tl.load(_matrix_ptr(table_ptr, matrix, 1) + offsets, mask=inside, other=0.0)
     if NESTEROV:
-        has_gradient = _address(table_ptr, matrix, 0) != 0
         g_ptr = _matrix_ptr(table_ptr, matrix, 0)
-        m = m * mu + tl.load(g_ptr + offsets, mask=inside & has_gradient, other=0.0)
+        g = tl.load(g_ptr + offsets, mask=inside & _has_gradient(table_ptr, matrix), other=0.0)
+        m = m * mu + g
     return m
 
 
