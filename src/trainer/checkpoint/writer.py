@@ -25,6 +25,9 @@ from trainer.saved_steps import HF_FOLDER, step_folder
 
 logger = logging.getLogger(__name__)
 
+_FAILURES = (OSError, ValueError, TypeError, KeyError)
+"""Of writing, on rank 0: files, and what a config or a tokenizer makes of itself."""
+
 
 @dataclass(frozen=True)
 class CheckpointWriter:
@@ -54,10 +57,10 @@ class CheckpointWriter:
         """
         final = step_folder(self.root, snapshot.step)
         try:
-            self.ranks.on_first(lambda: start_folder(final), OSError)
+            self.ranks.on_first(lambda: start_folder(final), *_FAILURES)
             write_shards(beside(final), snapshot.shards, self.ranks.group)
-            self.ranks.on_first(lambda: self._complete(final, snapshot), OSError)
-        except (OSError, CheckpointException) as failure:
+            self.ranks.on_first(lambda: self._complete(final, snapshot), *_FAILURES)
+        except (*_FAILURES, CheckpointException) as failure:
             if self.ranks.is_first:
                 shutil.rmtree(beside(final), ignore_errors=True)
             raise RuntimeError(describe_failure(failure)) from None

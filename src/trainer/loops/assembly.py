@@ -119,6 +119,7 @@ def open_run(parts: RunParts) -> Iterator[tuple[Run, bool]]:
             raise
         except Diverged:
             run.write_last_record()
+            run.store.wait()  # the last finite state is worth most now
             raise
         run.store.wait()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.errors import UserError
 from trainer.optim.bucket import BYTES
@@ -19,7 +20,7 @@ from trainer.optim.groups import NamedGroup
 from trainer.optim.layout import local_shape
 from trainer.optim.plan import PlannedGroup
 from trainer.optim.spec import ParameterSpec
-from trainer.optim.state import as_matrices, local, placement_text
+from trainer.optim.state import local, placement_text, view_as_matrices
 
 _LIMITS = {
     "lr": math.inf,
@@ -197,6 +198,21 @@ def check_gradient(name: str, parameter: Tensor) -> None:
         )
 
 
+def check_stats(interval: int, meshes: Iterable[DeviceMesh]) -> None:
+    """Check that statistics can be summed over one mesh, which holds the ranks of all others.
+
+    Raises:
+        UserError: meshes overlap only in part.
+    """
+    members = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes]
+    widest = max(members, key=len, default=frozenset())
+    if interval and not all(ranks <= widest for ranks in members):
+        raise UserError(
+            f"optim.stats_interval={interval}: parameters lie on meshes of ranks "
+            f"{sorted(map(sorted, set(members)))}, none of which holds all: set it to 0"
+        )
+
+
 def check_flag(finite: Tensor | None, device: torch.device) -> None:
     """Check the flag that lets a step through, without reading it.
 
@@ -252,8 +268,8 @@ def _check_matrix(name: str, parameter: Tensor, *, flatten: bool) -> None:
         )
     shard = local(parameter)
     try:
-        shard.view(as_matrices(shard, flatten=flatten).shape)
-    except RuntimeError as error:
+        view_as_matrices(shard, flatten=flatten)
+    except UserError as error:
         raise UserError(
             f"parameter {name} of shape {list(parameter.shape)} and strides {shard.stride()} is no "
             "view of matrices: make it contiguous before building the optimizer"

@@ -14,7 +14,7 @@ from trainer.optim.bucket import Bucket, Chunk, Segment
 from trainer.optim.exchange import Transfer
 from trainer.optim.kernels.matrix_table import MatrixTable, Run
 from trainer.optim.process_groups import BucketGroups
-from trainer.optim.state import as_matrices, local
+from trainer.optim.state import as_matrices, local, view_as_matrices
 from trainer.optim.stats import UpdateStats
 
 
@@ -98,22 +98,25 @@ def slab_shapes(bucket: Bucket) -> list[tuple[int, int]]:
     return [(bucket.rows, slab) for slab in bucket.slab_sizes]
 
 
-def _part(tensor: Tensor, segment: Segment, group: dict[str, Any]) -> Tensor:
-    matrices_BMN = as_matrices(local(tensor), flatten=group["flatten"])
+def _part(matrices_BMN: Tensor, segment: Segment) -> Tensor:
     return matrices_BMN[segment.start : segment.stop, slice(*segment.piece.local_rows)]
 
 
 def weight_of(segment: Segment, group: dict[str, Any], inputs: StepInputs) -> Tensor:
     """Return a segment's weights: [B, rows, cols], local."""
-    return _part(inputs.parameters[segment.piece.parameter], segment, group)
+    weight = local(inputs.parameters[segment.piece.parameter])
+    return _part(view_as_matrices(weight, flatten=group["flatten"]), segment)
 
 
 def momentum_of(segment: Segment, group: dict[str, Any], inputs: StepInputs) -> Tensor:
     """Return a segment's momentum: [B, rows, cols], local."""
-    return _part(inputs.momentum(segment.piece.parameter), segment, group)
+    momentum = local(inputs.momentum(segment.piece.parameter))
+    return _part(view_as_matrices(momentum, flatten=group["flatten"]), segment)
 
 
 def gradient_of(segment: Segment, group: dict[str, Any], inputs: StepInputs) -> Tensor | None:
     """Return a segment's gradient, [B, rows, cols], local; None if the parameter has none here."""
     gradient = inputs.parameters[segment.piece.parameter].grad
-    return None if gradient is None else _part(gradient, segment, group)
+    if gradient is None:
+        return None
+    return _part(as_matrices(local(gradient), flatten=group["flatten"]), segment)

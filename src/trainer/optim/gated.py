@@ -4,6 +4,7 @@ Owns the abstract base. What is updated, and how, is `muon.py`'s and `torch_opti
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,10 @@ class GatedOptimizer(TrainerOptimizer):
         named = [pair for group in groups for pair in group.named_parameters]
         self._parameters = [parameter for _, parameter in named]
         self._device = local(self._parameters[0]).device
+        with on_device(self._device):
+            self._build(groups, named)
+
+    def _build(self, groups: Sequence[NamedGroup], named: Sequence[tuple[str, Tensor]]) -> None:
         # Not those of `describe_parameters`, which may refuse on some ranks only.
         together(held_meshes(named), partial(self._describe_and_check, groups, named))
         for group in self.param_groups:
@@ -111,11 +116,16 @@ class GatedOptimizer(TrainerOptimizer):
         Collective: the agreements of `Presence`, those of copies first, then the update's own; all
             ranks of the meshes.
         """
-        check_flag(finite, self._device)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with on_device(self._device):
+            self._step(finite)
+        return loss
+
+    def _step(self, finite: Tensor | None) -> None:
+        check_flag(finite, self._device)
         check_same_parameters(self.param_groups, self._parameters)
         self._check_settings()
         self._gradients.check()
@@ -127,7 +137,6 @@ class GatedOptimizer(TrainerOptimizer):
         self._update_(is_open, self._presence.gate_parameters(is_open))
         self._presence.wait()
         self._timer.end_step()
-        return loss
 
     def settle(self) -> bool:
         """Return whether the last step was applied; if not, take back the host's step counts.
@@ -170,3 +179,8 @@ class GatedOptimizer(TrainerOptimizer):
     def __reduce__(self) -> Any:
         """Refuse copies and pickles, which torch would make without gate and process groups."""
         raise refuse_copy(self)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one for a `with` block: events and kernels go to its streams."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

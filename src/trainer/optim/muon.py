@@ -23,11 +23,12 @@ from trainer.optim.checks import (
     check_devices,
     check_group,
     check_shard,
+    check_stats,
     check_step_numbers,
     check_unchanged,
 )
 from trainer.optim.exchange import Exchange
-from trainer.optim.gated import GatedOptimizer
+from trainer.optim.gated import GatedOptimizer, on_device
 from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.kernels.normalize import normalized_copy
 from trainer.optim.kernels.products import Target
@@ -131,7 +132,8 @@ class Muon(GatedOptimizer):
         self._group_names = [group.name for group in groups]
         self._settings = [_settings_of(group) for group in self.param_groups]
         self._stats: UpdateStats | None = None
-        self._build_steps()
+        with on_device(self._device):
+            self._build_steps()
 
     def _build_steps(self) -> None:
         """Make what carries out a step under either `impl`.
@@ -162,6 +164,7 @@ class Muon(GatedOptimizer):
             check_group(group, named)
         for spec, parameter in zip(self._specs, self._parameters, strict=True):
             check_shard(spec, parameter)
+        check_stats(self._options.stats_interval, self._meshes.values())
         specs = iter(self._specs)
         self._planned_groups = [
             PlannedGroup(
@@ -213,7 +216,7 @@ class Muon(GatedOptimizer):
             step_others_()
         if stats is not None:
             self._presence.wait()
-            stats.reduce(self._presence.first_group)
+            stats.reduce(self._presence.widest_group)
         self._stats = stats
 
     def _momentum(self, index: int) -> Tensor:

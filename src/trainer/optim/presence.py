@@ -82,9 +82,10 @@ class Presence:
         return _Circle(group, agreement.parameters, places)
 
     @property
-    def first_group(self) -> dist.ProcessGroup | None:
-        """The ranks of the first parameter's mesh; None: this rank alone."""
-        return self._meshes[0].group if self._meshes else None
+    def widest_group(self) -> dist.ProcessGroup | None:
+        """The ranks of the mesh that has most of them; None: this rank alone."""
+        groups = [circle.group for circle in self._meshes]
+        return max(groups, key=lambda group: group.size(), default=None)
 
     def launch(self, has_gradient: Sequence[bool]) -> None:
         """Start agreeing.

@@ -29,10 +29,30 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def as_matrices(local_tensor: Tensor, *, flatten: bool) -> Tensor:
-    """Return a local shard as [local_B, rows, cols], a view wherever its strides allow one."""
+    """Return a local shard as [local_B, rows, cols], to read: a copy where strides ask for one."""
+    return local_tensor.reshape(_shape_of_matrices(local_tensor, flatten))
+
+
+def view_as_matrices(local_tensor: Tensor, *, flatten: bool) -> Tensor:
+    """Return a local shard as [local_B, rows, cols], to write to: never a copy.
+
+    Raises:
+        UserError: its strides allow no view.
+    """
+    try:
+        return local_tensor.view(_shape_of_matrices(local_tensor, flatten))
+    except RuntimeError as error:
+        raise UserError(
+            f"a weight or momentum of shape {list(local_tensor.shape)} has strides "
+            f"{local_tensor.stride()}, no view of matrices: its memory format was changed after "
+            "the optimizer was built; make it contiguous again, or build the optimizer anew"
+        ) from error
+
+
+def _shape_of_matrices(local_tensor: Tensor, flatten: bool) -> tuple[int, int, int]:
     shape = local_tensor.shape
     first = 0 if flatten and len(shape) > 2 else len(shape) - 2
-    return local_tensor.reshape(shape[:first].numel(), shape[first], shape[first + 1 :].numel())
+    return shape[:first].numel(), shape[first], shape[first + 1 :].numel()
 
 
 def check_loaded(loaded: dict[str, Any], groups: list[dict[str, Any]]) -> None:
@@ -94,10 +114,11 @@ def placement_text(tensor: Tensor) -> str:
 def restore_dtypes(
     state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]], loaded: dict[str, Any]
 ) -> None:
-    """Put loaded state back in its own dtype; torch casts it to the parameter's.
+    """Put loaded state back in its own dtype, in the strides of its parameter.
 
-    A momentum saved in float32 stays so beside bfloat16 weights, and `step_dev` is float32 always
-    (in bfloat16 it would stop counting at 256).
+    torch casts it to the parameter's dtype, and leaves the strides that it was saved with. A
+    momentum saved in float32 stays so beside bfloat16 weights, and `step_dev` is float32 always (in
+    bfloat16 it would stop counting at 256).
 
     Args:
         state: The optimizer's state after torch's `load_state_dict`.
@@ -111,7 +132,16 @@ def restore_dtypes(
         for key, value in loaded["state"].get(i, {}).items():
             if isinstance(value, Tensor):
                 dtype = torch.float32 if key == "step_dev" else value.dtype
-                state[parameter][key] = value.to(device=device, dtype=dtype)
+                value = value.to(device=device, dtype=dtype)
+                state[parameter][key] = _in_layout_of(parameter, value)
+
+
+def _in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return a loaded tensor, copied where it lies otherwise than its parameter of that shape."""
+    is_alike = local(value).stride() == local(parameter).stride()
+    if is_alike or value.shape != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def complete_state(state: dict[Tensor, dict[str, Any]], group: dict[str, Any]) -> None:

@@ -25,6 +25,9 @@ from trainer.optim.groups import NamedGroup, parse_groups
 from trainer.optim.state import local
 from trainer.optim.timing import StepTimes
 
+_SWITCHES = ("amsgrad", "maximize", "dampening")
+"""Of torch's optimizers, on which the update depends."""
+
 
 class ElementwiseOptimizer(GatedOptimizer):
     """What AdamW and SGD share. Abstract."""
@@ -72,13 +75,28 @@ class ElementwiseOptimizer(GatedOptimizer):
         return {k: v for k, v in self._timer.timings().items() if k == "optim/update_ms"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of torch's; what it lacks is made fresh."""
+        """Load a state of this class or of torch's; what it lacks is made fresh.
+
+        Raises:
+            UserError: it was made with a switch that this class has not.
+        """
         self.settle()
+        for group in state_dict["param_groups"]:
+            for key in _SWITCHES:
+                if group.get(key):
+                    raise UserError(
+                        f"the optimizer state was made with {key}={group[key]!r}, which "
+                        f"{type(self).__name__} here has not: train on with torch's own, or set "
+                        "it off there before saving"
+                    )
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for parameter in group["params"]:
                 fresh = self._init_state(parameter, group)
                 held = {k: v for k, v in self.state[parameter].items() if v is not None}
+                if "step" in held:
+                    # torch's own counts on the host, unless it is fused.
+                    held["step"] = held["step"].to(fresh["step"])
                 self.state[parameter] = {**fresh, **held}
 
 

@@ -5,6 +5,7 @@ other chunk is applied by a pass of its own, `chunk_passes.py`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,7 +44,8 @@ def is_updated_in_product(
 def find_targets(flight: Flight, inputs: StepInputs, kernel: KernelChoice) -> list[Target] | None:
     """Return the weights that a chunk's last product updates; None: its update is applied apart.
 
-    That is so on steps that collect statistics, too: they want to see the update.
+    That is so on steps that collect statistics, too: they want to see the update, which is then
+    rounded to the iteration's dtype before it is applied.
     """
     group = inputs.groups[flight.bucket.group]
     is_asked_for = is_updated_in_product(
@@ -75,11 +77,14 @@ def _gated(
     gate: Tensor | None, kept: float, step_size: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return both factors on the device, 1 and 0 behind a gate that is shut: float32 [1] each."""
+    # Of a number, whatever torch's default dtype.
+    full = partial(torch.full, (1,), dtype=torch.float32, device=device)
     if gate is None:
-        return torch.full((1,), kept, device=device), torch.full((1,), step_size, device=device)
+        return full(kept), full(step_size)
     is_open = gate.reshape(1)
-    factors = torch.where(is_open, kept, 1.0), torch.where(is_open, step_size, 0.0)
-    return factors[0].to(torch.float32), factors[1].to(torch.float32)
+    return torch.where(is_open, full(kept), full(1.0)), torch.where(
+        is_open, full(step_size), full(0.0)
+    )
 
 
 def _fits(weights_BMN: Tensor) -> bool:

@@ -56,7 +56,7 @@ class Watchdog:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
-        self.phase = Phase("start", 0, time.time(), is_timed=False)
+        self._entered = Phase("start", 0, time.time(), is_timed=False), time.monotonic()
         self._store = dist.PrefixStore("phases", store) if store is not None else None
         self._published = -1
         self._stopped = threading.Event()
@@ -64,9 +64,15 @@ class Watchdog:
         if size > 1:
             self._thread.start()
 
+    @property
+    def phase(self) -> Phase:
+        """The phase that this rank is in."""
+        return self._entered[0]
+
     def enter(self, name: str, is_timed: bool) -> None:
         """Note that a phase begins."""
-        self.phase = Phase(name, self.phase.count + 1, time.time(), is_timed)
+        phase = Phase(name, self.phase.count + 1, time.time(), is_timed)
+        self._entered = phase, time.monotonic()
 
     def stop(self) -> None:
         """End the thread."""
@@ -89,9 +95,10 @@ class Watchdog:
     def _watch(self) -> None:
         interval_s = min(1.0, self.timeout_s / 20)
         while not self._stopped.wait(interval_s):
-            phase = self.phase
+            phase, entered = self._entered
             self._publish(phase)
-            if phase.is_timed and time.time() - phase.since > self.timeout_s:
+            # Not by the clock, which may be set.
+            if phase.is_timed and time.monotonic() - entered > self.timeout_s:
                 self._end_run()
 
     def _publish(self, phase: Phase) -> None:

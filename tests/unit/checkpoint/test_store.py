@@ -1,4 +1,3 @@
-import errno
 import json
 import logging
 import shutil
@@ -181,13 +180,20 @@ def test_non_finite_model_is_never_saved(root: Path, mesh: DeviceMesh, value: fl
     assert [path.name for path in root.iterdir()] == ["step_1"]
 
 
-@pytest.mark.parametrize("place", ["start_folder", "write_shards", "write_manifest", "publish"])
+@pytest.mark.parametrize(
+    ("place", "failure"),
+    [
+        *((place, OSError) for place in ("start_folder", "write_shards", "write_manifest")),
+        *(("publish", failure) for failure in (OSError, ValueError, TypeError, KeyError)),
+    ],
+)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_failure_to_write_leaves_everything_as_it_was(
     root: Path,
     mesh: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
     place: str,
+    failure: type[Exception],
     asynchronous: bool,
 ):
     model, optimizer = build(mesh, seed=0)
@@ -198,7 +204,7 @@ def test_failure_to_write_leaves_everything_as_it_was(
     before = values(model)
 
     def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise failure("No space left on device")
 
     def save() -> None:
         checkpoints.save(2, model, optimizer, {"n": 2})
@@ -208,7 +214,7 @@ def test_failure_to_write_leaves_everything_as_it_was(
         patch.setattr(writer, place, fail)
         with pytest.raises(
             RuntimeError,
-            match=r"step_2 could not be saved .*No space left on device; the training state is "
+            match=r"step_2 could not be saved .*No space left on device'?; the training state is "
             r"untouched and step_1 is the latest",
         ):
             save()

@@ -11,6 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny import row, write_tiny_run
+from trainer.checkpoint import CheckpointStore
 from trainer.cli.main import main
 from trainer.errors import UserError
 from trainer.loops import assembly
@@ -151,11 +152,16 @@ def test_a_run_that_wandb_refused_can_be_launched_again(
     assert main(words) == 0
 
 
-def test_a_run_that_diverges_records_every_step_up_to_its_end(tmp_path: Path) -> None:
+def test_a_run_that_diverges_records_every_step_up_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[str] = []
+    monkeypatch.setattr(CheckpointStore, "wait", lambda _: waits.append("for a save under way"))
     words = [*write_tiny_run(tmp_path), "--max-steps", "9", "--optim.type", "sgd"]
     words += ["--optim.lr", "1e38", "--optim.max-norm", "None", "--optim.max-skipped-steps", "3"]
     with pytest.raises(RuntimeError, match=r"3 steps in a row .* \(up to step 4; "):
         main(words)
+    assert waits
     assert record(tmp_path) == [1, 2, 3, 4]
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["optim/skipped_steps"], last["loss/mean"]) == (3, None)

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Generator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from trainer.optim.checks import (
     check_group,
     check_numbers,
     check_shard,
+    check_stats,
     check_step_numbers,
     check_unchanged,
 )
@@ -199,3 +201,24 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     weight.grad = torch.eye(4, 2).to_sparse()
     with pytest.raises(UserError, match="gradient of w is sparse"):
         check_gradient("w", weight)
+
+
+@pytest.mark.parametrize(
+    ("meshes", "is_refused"),
+    [
+        ([], False),
+        ([[0, 1, 2, 3]], False),
+        ([[0, 1], [[0, 1], [2, 3]]], False),
+        ([[0, 1], [1, 2, 3]], True),
+    ],
+    ids=str,
+)
+def test_statistics_need_a_mesh_that_holds_all_others(meshes, is_refused) -> None:
+    found = [SimpleNamespace(mesh=torch.tensor(ranks)) for ranks in meshes]
+    check_stats(0, found)
+    if not is_refused:
+        check_stats(2, found)
+        return
+    message = r"optim\.stats_interval=2: .* \[\[0, 1\], \[1, 2, 3\]\], none of which holds all"
+    with pytest.raises(UserError, match=message):
+        check_stats(2, found)

@@ -304,6 +304,39 @@ def test_a_vector_in_a_muon_group_is_refused_by_name() -> None:
         Muon([("norm", nn.Parameter(torch.ones(5)))])
 
 
+@pytest.mark.parametrize("impl", ["stacked", "per_matrix"])
+def test_momentum_loads_whatever_its_strides(impl) -> None:
+    """Momentum of a channels-last model goes on as the same numbers of a contiguous one do."""
+    draws = torch.randn(5, 8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+
+    def train(memory_format: torch.memory_format) -> torch.Tensor:
+        weight = nn.Parameter(draws[0].clone())
+        options = MuonOptions(impl=impl, ns_dtype="float32")
+        optimizer = Muon([("conv", weight)], lr=0.1, flatten=True, options=options)
+        weight.grad = draws[1].clone()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        momentum = saved["state"][0]["momentum"]
+        saved["state"][0]["momentum"] = momentum.to(memory_format=memory_format)
+        optimizer.load_state_dict(saved)
+        for gradient in draws[2:]:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        return weight.detach()
+
+    scattered, contiguous = train(torch.channels_last), train(torch.contiguous_format)
+    assert torch.equal(scattered, contiguous)
+
+
+def test_a_memory_format_changed_later_is_refused() -> None:
+    weight = nn.Parameter(torch.randn(8, 4, 3, 3))
+    optimizer = Muon([("conv", weight)], flatten=True, options=MuonOptions(ns_dtype="float32"))
+    weight.data = weight.data.to(memory_format=torch.channels_last)
+    weight.grad = torch.randn(8, 4, 3, 3)
+    with pytest.raises(UserError, match=r"memory format was changed after the optimizer was built"):
+        optimizer.step()
+
+
 def test_groups_cannot_be_added_later() -> None:
     with pytest.raises(UserError, match="add_param_group"):
         build(tensors()).add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})

@@ -98,4 +98,4 @@ def test_one_process_needs_no_group() -> None:
     assert presence.gate_step(None) is None
     missing, there = presence.gate_parameters(None)
     assert (bool(missing), there) == (False, None)
-    assert presence.first_group is None
+    assert presence.widest_group is None

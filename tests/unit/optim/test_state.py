@@ -13,6 +13,7 @@ from trainer.optim.state import (
     complete_state,
     init_state,
     restore_dtypes,
+    view_as_matrices,
 )
 
 
@@ -50,6 +51,16 @@ def test_matrices_are_a_view(shape, flatten, expected) -> None:
     assert matrices_BMN.shape == expected
     matrices_BMN.fill_(1)
     assert bool((tensor == 1).all())
+
+
+def test_what_is_written_to_is_a_view_or_refused() -> None:
+    tensor = torch.zeros(2, 3, 4, 5)
+    view_as_matrices(tensor, flatten=True).fill_(1)
+    assert bool((tensor == 1).all())
+    scattered = tensor.to(memory_format=torch.channels_last)
+    assert as_matrices(scattered, flatten=True).shape == (1, 2, 60)
+    with pytest.raises(UserError, match=r"strides \(60, 1, 15, 3\), no view of matrices"):
+        view_as_matrices(scattered, flatten=True)
 
 
 def groups_of(*members):

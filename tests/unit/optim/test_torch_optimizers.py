@@ -139,6 +139,20 @@ def test_a_group_that_comes_later_is_refused(ours, theirs) -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
 
 
+@pytest.mark.parametrize(
+    ("build", "torchs", "message"),
+    [
+        (AdamW, lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
+        (AdamW, lambda p: torch.optim.AdamW(p, maximize=True), "maximize=True"),
+        (SGD, lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.5), r"dampening=0\.5"),
+    ],
+    ids=["amsgrad", "maximize", "dampening"],
+)
+def test_a_state_of_another_update_is_refused(build, torchs, message) -> None:
+    with pytest.raises(UserError, match=f"was made with {message}, which {build.__name__} here"):
+        build(parameters()).load_state_dict(torchs(parameters()).state_dict())
+
+
 CHANGES = {
     "append": lambda members: members.append(nn.Parameter(torch.ones(2, 2))),
     "remove": lambda members: members.pop(),

@@ -95,6 +95,18 @@ def test_an_open_gate_changes_nothing(fuses) -> None:
     assert all(map(torch.equal, gated, free))
 
 
+@pytest.mark.parametrize("gate", [None, torch.tensor(True)], ids=str)
+def test_factors_do_not_depend_on_the_default_dtype(monkeypatch, gate) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        kept, step_size = weight_targets._gated(gate, 0.9998, 1e-3, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert kept.dtype == step_size.dtype == torch.float32
+    assert kept == torch.tensor(0.9998, dtype=torch.float32)
+
+
 def test_a_parameter_without_gradient_stays(fuses) -> None:
     optimizer = make()
     lacking = optimizer.param_groups[0]["params"][0]

@@ -12,6 +12,9 @@ from trainer.optim.kernels.identity import add_identity
 from trainer.optim.kernels.launches import record_launch
 from trainer.optim.kernels.products import Products, is_column_major
 
+MODULES = ("quack.gemm_interface",)
+"""All that these products import."""
+
 
 def default_products() -> Products:
     """Import QuACK and return its products for float16 and bfloat16.

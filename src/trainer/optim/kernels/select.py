@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from trainer.errors import UserError
-from trainer.optim.kernels import symmetric
+from trainer.optim.kernels import quack_default, symmetric
 from trainer.optim.kernels.gram import ASPECTS
 from trainer.optim.kernels.machine import THIS_MACHINE, Capability, Machine
 from trainer.optim.kernels.products import Products, torch_products
@@ -24,6 +24,9 @@ KernelName = Literal["dense", "symmetric", "gram", "syrk"]
 Shape = tuple[int, int, int]
 
 NAMES = ("auto", "dense", "symmetric", "gram", "syrk")
+
+_BROKEN_IMPORT = (ImportError, OSError, RuntimeError, AttributeError)
+"""What a package raises that is missing, of another version, or of another driver's."""
 
 MIN_SYMMETRIC_ROWS = 256
 """Below, `auto` stays dense: fewer than three tiles of 128 leave nothing to skip."""
@@ -176,7 +179,7 @@ def _unmet_by_quack(
         need = f"rows and columns that are multiples of {symmetric.ALIGNMENT}"
         unmet.append(Unmet(need, f"{M}x{N}"))
     if not unmet:
-        unmet += _unmet_by_package(machine)
+        unmet += _unmet_by_package(machine, capability)
     return unmet
 
 
@@ -184,10 +187,12 @@ def _is_supported(capability: Capability | None) -> bool:
     return capability is not None and capability[0] in symmetric.SUPPORTED_MAJOR_CAPABILITIES
 
 
-def _unmet_by_package(machine: Machine) -> list[Unmet]:
+def _unmet_by_package(machine: Machine, capability: Capability | None) -> list[Unmet]:
+    is_hopper = capability is not None and capability[0] == symmetric.HOPPER
     try:
-        machine.import_module("quack.gemm_symmetric")
-    except ImportError as error:
+        for name in symmetric.MODULES if is_hopper else quack_default.MODULES:
+            machine.import_module(name)
+    except _BROKEN_IMPORT as error:
         version = machine.find_version("quack-kernels") or "none"
         return [Unmet("quack-kernels (extra `gpu`)", f"{error} (version: {version})")]
     return []

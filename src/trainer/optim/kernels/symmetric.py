@@ -22,6 +22,9 @@ from trainer.optim.kernels.quack_default import default_products
 HOPPER = 9
 SUPPORTED_MAJOR_CAPABILITIES = (8, 9, 10, 11, 12)
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16)
+MODULES = ("quack.gemm", "quack.gemm_symmetric", "quack.epilogue.frontend", "quack.epilogue.ops")
+"""All that the Hopper products import."""
+
 ALIGNMENT = 8
 """Both dims must be multiples of this: QuACK copies 16 bytes at a time."""
 

@@ -1,3 +1,6 @@
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -7,8 +10,11 @@ from trainer.optim.kernels import (
     assumed_machine,
     choose_kernel,
     launch_counts,
+    quack_default,
     reset_launch_counts,
+    symmetric,
 )
+from trainer.optim.kernels.machine import Machine
 from trainer.optim.newton_schulz import newton_schulz
 
 CPU = torch.device("cpu")
@@ -71,6 +77,35 @@ def test_symmetric_asked_for_runs_or_refuses(shape, dtype, machine, message):
         choose("symmetric", shape, dtype, machine)
     assert 'set optim.kernel="auto"' in str(caught.value)
     assert choose("symmetric", (2, 64, 64), BF16, fake_machine()).name == "symmetric"
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, AttributeError])
+def test_every_module_of_quack_is_imported_before_it_is_chosen(capability, error):
+    """One that is missing, or broken, is met when the optimizer is built and not in its step."""
+    modules = symmetric.MODULES if capability[0] == 9 else quack_default.MODULES
+
+    def machine_without(broken):
+        def import_module(name):
+            if name == broken:
+                raise error("another version's")
+            return ModuleType(name)
+
+        return Machine(lambda _: "0.1", import_module, lambda _: capability)
+
+    for module in modules:
+        with pytest.raises(UserError, match=r"found another version's \(version: 0\.1\)"):
+            choose("symmetric", (2, 512, 512), BF16, machine_without(module))
+        assert choose("auto", (2, 512, 512), BF16, machine_without(module)).name == "dense"
+
+
+def test_the_modules_of_quack_are_all_that_is_imported():
+    imported = set()
+    for source in Path(symmetric.__file__).parent.glob("*.py"):
+        lines = map(str.split, source.read_text().splitlines())
+        imported |= {line[1] for line in lines if line[:1] == ["from"] and "quack." in line[1]}
+    imported = {name for name in imported if name.startswith("quack.")}
+    assert imported == {*symmetric.MODULES, *quack_default.MODULES}
 
 
 def test_gram_asked_for_takes_quack_where_it_can_and_says_so():
