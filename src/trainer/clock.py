@@ -18,7 +18,7 @@ def take_mark(device: torch.device) -> Mark:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -68,7 +68,7 @@ class HostCopy:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(values.device))
         else:
             self._host = values.clone()
 

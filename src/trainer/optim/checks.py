@@ -160,7 +160,10 @@ def check_shard(spec: ParameterSpec, parameter: Tensor) -> None:
 
 
 class GradientCheck:
-    """Checks each parameter's gradient when it is first there; later ones lie as it did."""
+    """Checks each parameter's gradient when it is first there.
+
+    Later ones are taken to lie as it did: a look at each would cost the host at every step.
+    """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         self._unchecked = list(named_parameters)

@@ -1,8 +1,8 @@
 """Starting and finishing collectives.
 
 Owns the launch on a stream of its own and the lifetime of buffers: nothing handed to a collective
-is freed before its wait. The groups are `process_groups.py`'s, what the bytes mean is in `wire.py`,
-when to launch is `pipeline.py`'s.
+is freed before its wait, unless the step fails in between. The groups are `process_groups.py`'s,
+what the bytes mean is in `wire.py`, when to launch is `pipeline.py`'s.
 """
 
 from collections.abc import Callable, Sequence

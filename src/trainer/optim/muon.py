@@ -13,7 +13,7 @@ with s = 0.2 * sqrt(max(rows, cols)) (`adjust_lr = "rms_norm"`), sqrt(rows / col
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from trainer.optim.checks import (
     check_step_numbers,
     check_unchanged,
 )
+from trainer.optim.coefficients import CoefficientTable
 from trainer.optim.exchange import Exchange
 from trainer.optim.gated import GatedOptimizer, on_device
 from trainer.optim.groups import NamedGroup, parse_groups
@@ -54,6 +55,13 @@ from trainer.optim.state import (
 )
 from trainer.optim.stats import UpdateStats
 from trainer.optim.timing import StepTimes
+
+
+class _Iteration(TypedDict):
+    """What every Newton-Schulz function takes."""
+
+    steps: int
+    coefficients: CoefficientTable
 
 
 class Muon(GatedOptimizer):
@@ -232,24 +240,25 @@ class Muon(GatedOptimizer):
     ) -> Tensor | None:
         if not is_normalized:
             stack_BMN = normalized_copy(stack_BMN, NS_DTYPES[self._options.ns_dtype])
-        iteration: Any = {
-            "steps": self._options.ns_steps,
-            "coefficients": self._options.ns_coefficients,
-            "kernel": kernel,
-        }
         if targets is None:
-            return orthogonalize_normalized_(stack_BMN, **iteration)
-        update_weights_(stack_BMN, targets, **iteration)
+            return orthogonalize_normalized_(stack_BMN, **self._iteration, kernel=kernel)
+        update_weights_(stack_BMN, targets, **self._iteration, kernel=kernel)
         return None
 
     def _newton_schulz(self, stack_BMN: Tensor) -> Tensor:
         return newton_schulz(
             stack_BMN,
-            steps=self._options.ns_steps,
-            coefficients=self._options.ns_coefficients,
+            **self._iteration,
             dtype=NS_DTYPES[self._options.ns_dtype],
             kernel=self._options.kernel,
         )
+
+    @property
+    def _iteration(self) -> _Iteration:
+        return {
+            "steps": self._options.ns_steps,
+            "coefficients": self._options.ns_coefficients,
+        }
 
     # What the loop asks.
 
@@ -260,23 +269,19 @@ class Muon(GatedOptimizer):
 
     def price(self) -> Price:
         """Return what a step costs on this rank: FLOPs, bytes over each axis, temporaries."""
-        iteration: Any = {
-            "steps": self._options.ns_steps,
-            "coefficients": self._options.ns_coefficients,
-        }
         if self._options.impl == "per_matrix":
             return price_per_matrix(
                 self._planned_groups,
                 partial(choose_kernel_of, self._options, self._device),
                 ns_dtype=self._options.ns_dtype,
                 split_gate_up=self._options.split_gate_up,
-                **iteration,
+                **self._iteration,
             )
         return price_plan(
             self.plan,
             self._planned_groups,
             self.kernels,
-            **iteration,
+            **self._iteration,
             passes=Passes(
                 is_by_table=self._device.type == "cuda",
                 is_cautious=any(group["cautious_wd"] for group in self.param_groups),

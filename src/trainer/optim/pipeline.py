@@ -8,8 +8,7 @@ orthogonalized:
       t            chunk t                     chunk t-1               t-2     t-3
 
 A chunk that needs no exchange is applied at t-2, or within its last product (`weight_targets.py`).
-Every rank launches in the same order, also where
-it has nothing to do in a chunk.
+Every rank launches in the same order, also where it has nothing to do in a chunk.
 """
 
 from collections.abc import Callable, Sequence

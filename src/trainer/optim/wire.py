@@ -13,10 +13,10 @@ from torch import Tensor
 TAIL = 8
 """Elements behind a slab's values: the exponent, and padding that keeps rows 16-byte aligned."""
 
-_ZERO_SLAB = -200
+ZERO_EXPONENT = -200
 """Exponent of an all-zero slab: under any other, and exact in bfloat16 and float16."""
 
-_MAX_SHIFT = 126
+MAX_EXPONENT = 126
 """The largest power of two whose reciprocal is a normal float32 too."""
 
 
@@ -33,7 +33,7 @@ def scale_into_(u_BMN: Tensor, out_BMN: Tensor) -> Tensor:
             float32 from 2^-23 to below 4.
 
     Returns:
-        int32 exponents, shape [B]: the powers divided by; `_ZERO_SLAB` for zeros.
+        int32 exponents, shape [B]: the powers divided by; `ZERO_EXPONENT` for zeros.
     """
     exponents_B = _exponents(u_BMN)
     factors_B = _power_of_two(exponents_B.neg())
@@ -43,15 +43,15 @@ def scale_into_(u_BMN: Tensor, out_BMN: Tensor) -> Tensor:
 
 def _exponents(u_BMN: Tensor) -> Tensor:
     if u_BMN.numel() == 0:
-        return torch.full((len(u_BMN),), _ZERO_SLAB, dtype=torch.int32, device=u_BMN.device)
+        return torch.full((len(u_BMN),), ZERO_EXPONENT, dtype=torch.int32, device=u_BMN.device)
     largest_B = torch.linalg.vector_norm(u_BMN, float("inf"), dim=(1, 2)).float()
-    exponents_B = torch.frexp(largest_B).exponent.clamp(-_MAX_SHIFT, _MAX_SHIFT)
-    return torch.where(largest_B == 0, _ZERO_SLAB, exponents_B)
+    exponents_B = torch.frexp(largest_B).exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    return torch.where(largest_B == 0, ZERO_EXPONENT, exponents_B)
 
 
 def _power_of_two(exponents_B: Tensor) -> Tensor:
     """Return float32 powers of two, exact; exponents beyond +-126 count as +-126."""
-    bits = (exponents_B.clamp(-_MAX_SHIFT, _MAX_SHIFT).to(torch.int32) + 127) << 23
+    bits = (exponents_B.clamp(-MAX_EXPONENT, MAX_EXPONENT).to(torch.int32) + 127) << 23
     return bits.view(torch.float32)
 
 
