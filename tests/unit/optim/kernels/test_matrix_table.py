@@ -55,3 +55,10 @@ def test_tensors_that_kernels_cannot_read_have_no_table(tensors):
     assert layout().table(gradients, momenta, transposed, gates) is None
     offset = [torch.zeros(3 * SIZE + 1)[1:].view(3, ROWS, COLS), momenta[1]]
     assert layout().table(gradients, offset, weights, gates) is None
+
+
+def test_a_shard_without_rows_has_no_table(tensors):
+    _, _, _, gates = tensors
+    empty = [torch.zeros(0, COLS), torch.zeros(0, COLS)]
+    made = TableLayout([Run(0, 0, 1, 0, 0, 0), Run(1, 0, 1, 0, 0, 0)])
+    assert made.table(empty, empty, empty, gates) is None

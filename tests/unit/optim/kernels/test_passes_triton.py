@@ -86,12 +86,6 @@ def test_passes_by_table_equal_those_by_tensor(nesterov: bool, is_open: bool | N
         assert torch.equal(w, wanted)
 
 
-def test_a_shard_without_rows_has_no_table() -> None:
-    layout = TableLayout([Run(0, 0, 1, 0, 0, 0), Run(1, 0, 1, 0, 0, 0)])
-    empty = [torch.empty(0, 16, device=DEVICE) for _ in range(2)]
-    assert layout.table(empty, empty, empty, [None, None]) is None
-
-
 # The interpreter cuts bfloat16 off instead of rounding it.
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
