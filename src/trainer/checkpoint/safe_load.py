@@ -8,6 +8,7 @@ Read `state.py` for what is done with them.
 
 import pickle
 import warnings
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,19 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _INDEX_CLASSES or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
+
+
+def _member_of(kind: object, name: str) -> Enum:
+    """Return an enum's member: Python before 3.11.4 pickles one as a `getattr` of its class."""
+    if not isinstance(kind, EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError(
+            "it names builtins.getattr of something else than an enum's member, which no index of "
+            "tensors needs"
+        )
+    return kind[name]
 
 
 def read_index(folder: Path) -> Metadata:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -55,6 +55,52 @@ def test_sharded_tensors_with_strided_placements_are_read(tmp_path: Path, mesh: 
     dcp.save({"a": tensor}, storage_writer=dcp.FileSystemWriter(tmp_path / "checkpoint"))
     index = read_index(tmp_path / "checkpoint")
     assert torch.equal(read_tensor(tmp_path / "checkpoint", index, "a"), torch.arange(4.0))
+
+
+def test_members_of_enums_are_read_as_older_python_pickles_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Before 3.11.4 an enum's member is pickled as `getattr(its class, its name)`."""
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    kind = type(member)
+    monkeypatch.setattr(
+        kind, "__reduce_ex__", lambda self, _: (getattr, (kind, self.name)), raising=False
+    )
+
+    def touch(index: Metadata) -> None:
+        index.planner_data = {"format": member}
+
+    rewrite(folder, touch)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    index = read_index(folder)
+    assert index.planner_data == {"format": member}
+    assert torch.equal(read_tensor(folder, index, "a"), torch.arange(6.0).reshape(2, 3))
+
+
+class _Reaching:
+    """Pickled, it asks for an attribute of a class that an index may hold."""
+
+    def __init__(self, *steps: object) -> None:
+        self._steps = steps
+
+    def __reduce__(self):
+        return getattr, self._steps
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (Metadata, "__init__"),
+        (type(_MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT), "__class__"),
+        (type(_MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT), "mro"),
+        (torch.Size([1]), "numel"),
+    ],
+    ids=lambda steps: steps[1],
+)
+def test_no_other_attribute_is_reached(folder: Path, steps: tuple[object, str]):
+    (folder / ".metadata").write_bytes(pickle.dumps(_Reaching(*steps)))
+    with pytest.raises(UserError, match=r"it names builtins\.getattr of something else"):
+        read_index(folder)
 
 
 def test_pickle_planted_as_index_does_not_run(folder: Path, tmp_path: Path):
