@@ -8,7 +8,7 @@ Read `state.py` for what is done with them.
 
 import pickle
 import warnings
-from enum import Enum, EnumMeta
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
 
 
-def _member_of(kind: object, name: str) -> Enum:
+def _member_of(kind: object, name: str) -> Any:
     """Return an enum's member: Python before 3.11.4 pickles one as a `getattr` of its class."""
     if not isinstance(kind, EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError(

@@ -88,7 +88,11 @@ class DocumentReader:
     @property
     def epochs(self) -> float:
         """How often the source has been gone through."""
-        return self._next.epoch + self._source.fraction(self._next.cursor)
+        return self.epochs_at(self._next)
+
+    def epochs_at(self, place: Place) -> float:
+        """Return how often the source has been gone through once a place is reached."""
+        return place.epoch + self._source.fraction(place.cursor)
 
     @property
     def is_at_end(self) -> bool:

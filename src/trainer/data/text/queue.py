@@ -44,6 +44,11 @@ class Piece:
         weights = (targets != MASKED).astype(np.float32)
         return Document(ids[: len(self)], targets, weights, self.source)
 
+    def is_again(self, other: "Piece") -> bool:
+        """Return whether it is of the same document as another, an epoch later."""
+        is_later = self.place.epoch > other.place.epoch
+        return is_later and np.array_equal(self.ids, other.ids)
+
     def to_json(self) -> list[Any]:
         """Return where it lies."""
         return [*self.place.to_json(), self.start, self.stop]
@@ -61,7 +66,8 @@ class PackQueue:
     """Packs one source.
 
     `pack_lookahead` documents are open at once and take turns, so that the packs of a step are not
-    all of one long document.
+    all of one long document. None is open twice: of a source of few documents the next epoch's turn
+    comes with the end of this one's.
 
     Args:
         reader: of the source.
@@ -75,7 +81,15 @@ class PackQueue:
         self._source = source
         self._open: list[Piece] = []
         self._rest: Piece | None = None
-        """Of a document whose pieces are more than may be open at once."""
+        """Of a document whose pieces are more than may be open at once, or which is open still."""
+
+    @property
+    def epochs(self) -> float:
+        """How often the source has been gone through, what is open not counted."""
+        waiting = [*self._open, self._rest] if self._rest else self._open
+        return min(
+            (self.reader.epochs_at(piece.place) for piece in waiting), default=self.reader.epochs
+        )
 
     def next_pack(self) -> Pack | None:
         """Return the next pack; the last of a source that ends may be partly empty, then None.
@@ -136,6 +150,9 @@ class PackQueue:
         while len(self._open) < self._config.pack_lookahead:
             piece = self._rest or self._draw()
             if piece is None:
+                return
+            if self._config.split_documents and any(map(piece.is_again, self._open)):
+                self._rest = piece
                 return
             num_tokens = len(piece) if self._config.split_documents else self._config.seq_len
             stop = min(piece.start + num_tokens, piece.stop)

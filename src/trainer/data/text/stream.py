@@ -52,7 +52,7 @@ class PretrainStream:
     @property
     def epochs(self) -> list[float]:
         """How often each source has been gone through."""
-        return [queue.reader.epochs for queue in self._queues]
+        return [queue.epochs for queue in self._queues]
 
     def next_packs(self, num_packs: int) -> list[Pack]:
         """Return the next packs of the global order.

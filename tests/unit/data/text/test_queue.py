@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -64,6 +65,33 @@ def test_open_documents_take_turns(tmp_path):
     assert letters[4:] == letters[:4]
     one_by_one = pretrain_data(source, pack_lookahead=1).train.next_packs(8)
     assert len({chr(pack.documents[0].ids[0]) for pack in one_by_one}) == 1
+
+
+@pytest.mark.parametrize("lengths", [[1000] * 4, [1000, 30, 500, 1700]], ids=["equal", "unequal"])
+def test_a_source_of_few_documents_is_gone_through_before_it_begins_anew(tmp_path, lengths):
+    documents = {letter: letter * n for letter, n in zip("abcd", lengths, strict=True)}
+    for letter, document in documents.items():
+        (tmp_path / f"{letter}.txt").write_text(document)
+    stream = pretrain_data({"type": "files", "path": str(tmp_path)}, seq_len=50).train
+    counts, epochs = Counter(), []
+    for _ in range(3 * (sum(lengths) + len(lengths)) // 50):
+        (pack,) = stream.next_packs(1)
+        counts.update(chr(i) for document in pack.documents for i in document.ids if i < 256)
+        epochs.append(stream.epochs[0])
+        gone_through = [counts[letter] / len(document) for letter, document in documents.items()]
+        # What is begun an epoch later is another document than those still open.
+        assert max(gone_through) <= epochs[-1] + 2
+    assert min(gone_through) >= 2
+    assert epochs[0] == 0
+    assert epochs == sorted(epochs)
+    assert 2 <= epochs[-1] <= 3
+
+
+def test_copies_within_an_epoch_are_open_at_once(tmp_path):
+    source = {"type": "files", "path": str(write_jsonl_texts(tmp_path / "a.jsonl", ["same"] * 9))}
+    stream = pretrain_data(source, pack_lookahead=4).train
+    stream.next_packs(1)
+    assert len(stream.state_dict()["queues"][0]["open"]) >= 3
 
 
 def test_a_long_document_takes_one_line_of_a_position_whatever_its_length(tmp_path):
