@@ -5,12 +5,12 @@ same row for the same index. What a row may hold is `rows.py`'s. `sources.py` op
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from trainer.config.data import FunctionSource
 from trainer.data.rows import BadRow
+from trainer.data.samples import row_digest
 from trainer.errors import UserError
 from trainer.user_function import FAILURES, check_arguments, describe_failure, load_function
 
@@ -84,14 +84,14 @@ class FunctionRows:
         is_whole = isinstance(self._rows, list | tuple) and len(self) <= NUM_WHOLE
         for index in range(0, len(self), 1 if is_whole else max(1, len(self) // NUM_COMPARED)):
             try:
-                hashed.update(_digest(self[index]))
+                hashed.update(row_digest(self[index]))
             except BadRow as error:
                 hashed.update(error.reason.encode())
         return hashed.hexdigest()
 
     def _check_determinism(self, field: str) -> None:
         try:
-            first, again = _digest(self[0]), _digest(self[0])
+            first, again = row_digest(self[0]), row_digest(self[0])
         except BadRow:
             return  # `on_bad_row` decides what becomes of it.
         if first != again:
@@ -100,12 +100,6 @@ class FunctionRows:
                 "resumed run or another rank would see other rows: make a row depend on its index "
                 "alone (seed random numbers with it)"
             )
-
-
-def _digest(row: Mapping[str, Any]) -> bytes:
-    """Return a hash of a row; of values that JSON lacks only their type tells."""
-    text = json.dumps(list(row.items()), default=lambda value: type(value).__name__)
-    return hashlib.blake2b(text.encode()).digest()
 
 
 def _checked(rows: Any, name: str) -> Indexable:

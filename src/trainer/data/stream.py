@@ -14,6 +14,8 @@ from trainer.config.data import DataConfig
 from trainer.data.order import Draw, RowOrder
 from trainer.data.packing import Document, Pack, take_best_fit
 from trainer.data.reader import RowReader
+from trainer.data.rows import BadRow
+from trainer.data.samples import check_samples, row_digest, sample
 from trainer.data.sources import Rows
 from trainer.errors import UserError
 
@@ -69,6 +71,11 @@ class SFTStream:
         }
         if fingerprints:
             self._identity["rows of functions in data.source"] = dict(fingerprints)
+        # Making a function's rows may take long, and it has its fingerprint.
+        self._samples = [
+            [] if str(place) in fingerprints else _sample(rows)
+            for place, rows in enumerate(sources)
+        ]
         sizes = [len(rows) for rows in sources]
         self._order = RowOrder(sizes, weights, seed, config.shuffle)
         self._pending: list[Pending] = []
@@ -95,6 +102,7 @@ class SFTStream:
         """Return the position behind the last pack, ready for JSON; its size does not grow."""
         return {
             "identity": dict(self._identity),
+            "samples": self._samples,
             "order": self._order.state_dict(),
             "pending": [[p.draw.source, p.draw.number, p.part, p.start] for p in self._pending],
             "counts": self.counts,
@@ -107,6 +115,7 @@ class SFTStream:
             UserError: the state is of other data, another seed or another mix.
         """
         self._check_identity(state["identity"])
+        check_samples(self._samples, state.get("samples", self._samples), "data.source")
         self._order.load_state_dict(state["order"])
         self._pending = [self._reread(*place) for place in state["pending"]]
         self._reader.counts.clear()
@@ -174,3 +183,14 @@ class SFTStream:
                 "checkpoint's weights"
             )
         return Pending(draw, part, start, documents[part].piece(start, len(documents[part])))
+
+
+def _sample(rows: Rows) -> list[str]:
+    def digest_of(index: int) -> bytes:
+        try:
+            return row_digest(rows[index])
+        except BadRow as error:
+            # What to do with it is decided when its turn comes.
+            return row_digest({"bad": error.reason})
+
+    return sample(len(rows), digest_of)

@@ -146,8 +146,9 @@ def test_resuming_late_reads_no_more_rows_than_resuming_early() -> None:
         stream.next_packs(num_packs)
         rows = text_rows([5, 9, 14] * 10)
         resumed = make_stream([rows])
+        before = rows.num_reads
         resumed.load_state_dict(stream.state_dict())
-        num_reads.append(rows.num_reads)
+        num_reads.append(rows.num_reads - before)
     assert max(num_reads) <= 4
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.data.samples import sample
 from trainer.data.text.pages import Content, Cursor, Page, PagedSource
 from trainer.errors import UserError
 
@@ -46,9 +47,12 @@ class HashSplit:
         """Return whether a document is one of those held out."""
         if not self.fraction:
             return False
-        raw = content.encode() if isinstance(content, str) else content.tobytes()
-        digest = hashlib.blake2b(raw, digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self.fraction * 2**64
+        return int.from_bytes(_digest(content), "little") < self.fraction * 2**64
+
+
+def _digest(content: Content) -> bytes:
+    raw = content.encode() if isinstance(content, str) else content.tobytes()
+    return hashlib.blake2b(raw, digest_size=8).digest()
 
 
 class DocumentReader:
@@ -136,6 +140,17 @@ class DocumentReader:
             return None
         ids = self._encode(content)
         return ids if len(ids) > 1 else None
+
+    def sample(self) -> list[str]:
+        """Return what tells the first page from that of other data; empty if it is not readable.
+
+        Whether that is an error is decided when its documents' turn comes.
+        """
+        try:
+            documents = self._page_of(Place()).documents
+            return sample(len(documents), lambda row: _digest(documents[row]))
+        except UserError:
+            return []
 
     def state_dict(self) -> list[Any]:
         """Return the position, ready for JSON."""

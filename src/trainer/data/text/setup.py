@@ -1,6 +1,7 @@
 """Everything a pretraining run needs from its `data` and `val` sections.
 
-Start reading here, then `stream.py`. Reads no training document; of validation, what is evaluated.
+Start reading here, then `stream.py`. Reads each source's first page; of validation, what is
+evaluated.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.data.mixture import Mixture
 from trainer.data.packing import Pack
+from trainer.data.samples import check_samples
 from trainer.data.text.queue import PackQueue
 from trainer.errors import UserError
 
@@ -38,6 +39,7 @@ class PretrainStream:
             "weights in data.source": list(weights),
             "data.source": [queue.reader.identity for queue in queues],
         }
+        self._samples = [queue.reader.sample() for queue in queues]
         self._num_packs = [0] * len(queues)
 
     @property
@@ -66,6 +68,7 @@ class PretrainStream:
         """Return the position behind the last pack, ready for JSON; its size does not grow."""
         return {
             "identity": self._identity,
+            "samples": self._samples,
             "mixture": self._mixture.state_dict(),
             "queues": [queue.state_dict() for queue in self._queues],
             "packs": list(self._num_packs),
@@ -87,6 +90,7 @@ class PretrainStream:
                     "saved the checkpoint, so its place in the data means nothing here: restore "
                     "them, or start a new run from the checkpoint's weights"
                 )
+        check_samples(self._samples, state.get("samples", self._samples), "data.source")
         self._mixture.load_state_dict(state["mixture"])
         for queue, saved in zip(self._queues, state["queues"], strict=True):
             queue.load_state_dict(saved)

@@ -163,7 +163,7 @@ def test_damage_that_sizes_do_not_show_is_named_when_it_is_met(folder, suffix):
 
 
 def test_a_shard_that_goes_away_in_mid_run_is_named(folder):
-    data = open_folder(folder)
+    pages = TokenPages(folder, read_manifest(folder, "data.source"), Shuffle(None))
     next(folder.glob("*.tokens")).unlink()
     with pytest.raises(UserError, match=r"shard-00000\.tokens or its ends file cannot be read"):
-        data.train.next_packs(1)
+        pages.page(0, (0,)).documents[0]
