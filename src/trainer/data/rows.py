@@ -33,12 +33,13 @@ class BadRow(Exception):  # noqa: N818 - becomes a UserError, or a count, where 
 
 @dataclass(frozen=True)
 class ChatRow:
-    """A conversation; assistant turns from `first_trained` on may be trained."""
+    """A conversation; assistant turns from `first_trained` on may be trained, but `untrained`."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None
     first_trained: int
     weight: float
+    untrained: frozenset[int] = frozenset()
 
     @property
     def assistant_turns(self) -> list[int]:
@@ -46,7 +47,9 @@ class ChatRow:
         return [
             index
             for index, message in enumerate(self.messages)
-            if message["role"] == "assistant" and index >= self.first_trained
+            if message["role"] == "assistant"
+            and index >= self.first_trained
+            and index not in self.untrained
         ]
 
     @property
@@ -120,7 +123,8 @@ def parse_row(raw: Mapping[str, Any]) -> Row:
 
     Args:
         raw: has `messages`, or `prompt` and `completion` (both text, or both lists of messages);
-            may have `tools` (a list, or JSON text of one) and `weight`. None is like absent.
+            may have `tools` (a list, or JSON text of one) and `weight`. None is like absent. A turn
+            of `weight` 0 is not trained.
 
     Raises:
         BadRow: a field is missing or misshaped, or there is no assistant turn.
@@ -165,13 +169,15 @@ def _parse_weight(weight: Any) -> float:
 
 def _parse_chat(turns: Any, context: Any, tools: Any, weight: float) -> ChatRow:
     messages = tuple(_parse_message(m) for m in [*context, *_as_list(turns, "messages")])
-    row = ChatRow(messages, _parse_tools(tools), len(context), weight)
+    untrained = frozenset(i for i, message in enumerate(messages) if not _is_trained(message))
+    messages = tuple({k: v for k, v in m.items() if k != "weight"} for m in messages)
+    row = ChatRow(messages, _parse_tools(tools), len(context), weight, untrained)
     if not row.assistant_turns:
         roles = [message["role"] for message in messages]
         raise BadRow(
             "no_assistant_turn",
-            f"the row's turns are {roles}: without an assistant turn there is nothing to train; "
-            "add one or remove the row",
+            f"the row's turns are {roles}: without an assistant turn (whose weight is not 0) there "
+            "is nothing to train; add one or remove the row",
         )
     return row
 
@@ -197,6 +203,21 @@ def _parse_message(message: Any) -> Message:
         calls = _as_list(kept["tool_calls"], "tool_calls")
         kept["tool_calls"] = [_parse_tool_call(call) for call in calls]
     return kept
+
+
+def _is_trained(message: Message) -> bool:
+    """Read a turn's own weight, which says whether it is trained."""
+    if isinstance(message.get("train"), bool):
+        raise BadRow(
+            "weight", f"a turn has train={message['train']}: give it weight 0 or 1 in its place"
+        )
+    weight = message.get("weight", 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise BadRow(
+            "weight",
+            f"weight={weight!r} of a turn: give 0, not trained, or 1; other numbers are for rows",
+        )
+    return weight == 1
 
 
 def _parse_content(content: Any) -> str:

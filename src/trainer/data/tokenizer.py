@@ -99,13 +99,20 @@ def _is_folder_without_tokenizer(name: str) -> bool:
 
 
 def _load(name: str, field: str) -> PreTrainedTokenizerFast:
+    folder = companions(name, field)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(companions(name, field))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:
         # The tokenizers library raises a plain Exception; the others are what damaged files cause.
         causes = (OSError, ValueError, KeyError, TypeError, AttributeError)
         if type(error) is not Exception and not isinstance(error, causes):
             raise
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"{field}={name!r} is neither a local folder nor a hub name whose tokenizer can be "
+                f"fetched now ({_first_line(error)}): give an existing folder, or check name and "
+                "network"
+            ) from error
         raise UserError(
             f"{field}={name!r}: no tokenizer could be loaded ({_first_line(error)}): give a folder "
             "or hub name that has one, or set data.tokenizer"

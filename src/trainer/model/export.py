@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.durable import beside, publish, start_folder
+from trainer.errors import UserError
 from trainer.model.finite import non_finite_names
 from trainer.model.hf_files import (
     DEFAULT_SHARD_GIB,
@@ -49,11 +50,12 @@ def save_hf_weights(
         max_shard_gib: Largest safetensors file in GiB.
 
     Raises:
-        UserError: the dtype is none of these.
+        UserError: the dtype is none of these, or cannot hold the weights; on every rank, nothing
+            left.
         RuntimeError: the model is not finite, or rank 0 cannot write; on every rank, nothing left.
 
     Collective: all ranks of the default group; per parameter point-to-point sends to rank 0 and one
-    all-gather of the outcome.
+    broadcast of the outcome.
     """
     target = weight_dtype(dtype)
     ranks = Ranks()
@@ -147,11 +149,12 @@ class _FolderOnFirst:
         self._attempt(finish)
 
     def _attempt(self, write: Callable[[], object]) -> None:
-        error = None
-        if self._ranks.is_first:
+        def write_or_clean_up() -> None:
             try:
                 write()
             except (OSError, ValueError, RuntimeError, SafetensorError) as failure:
-                error = f"weights were not written to {self._folder}: {failure}"
                 shutil.rmtree(beside(self._folder), ignore_errors=True)
-        self._ranks.agree(error)
+                kind = UserError if isinstance(failure, UserError) else RuntimeError
+                raise kind(f"weights were not written to {self._folder}: {failure}") from failure
+
+        self._ranks.on_first(write_or_clean_up, UserError, RuntimeError)

@@ -88,12 +88,16 @@ class WeightFiles:
         """Take the next tensor, on the host in its final dtype, and write its file if it is full.
 
         Raises:
-            ValueError: the tensor holds a NaN or an infinity.
+            UserError: the tensor holds a number that its dtype cannot, or none at all.
         """
         file_name, names = self._waiting[0]
         assert name == names[len(self._held)], f"{name} is not the next of {file_name}"
         if not torch.stack(tensor.aminmax()).isfinite().all():
-            raise ValueError(f"{name} is not finite as {tensor.dtype}")
+            raise UserError(
+                f"{name} has values that {str(tensor.dtype).removeprefix('torch.')} cannot hold: "
+                "write the weights as bfloat16 or float32 (ckpt.weights_dtype; --dtype of 'trainer "
+                "export')"
+            )
         self._held[name] = tensor.contiguous()
         if len(self._held) == len(names):
             save_file(self._held, self._folder / file_name, metadata={"format": "pt"})

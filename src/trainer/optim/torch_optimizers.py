@@ -168,11 +168,15 @@ class SGD(ElementwiseOptimizer):
             "momentum": momentum,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
+            # torch's own asks for it in a state that it loads.
+            "dampening": 0.0,
         }
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_numbers({key: group[key] for key in ("lr", "weight_decay", "momentum")})
+        if group.get("dampening"):  # absent in older versions' states
+            raise UserError(f"dampening={group['dampening']!r}: SGD here has none; set it to 0")
         if group["nesterov"] and not group["momentum"]:
             raise UserError(
                 "optim.nesterov=true: there is no momentum to look ahead by; set optim.momentum "

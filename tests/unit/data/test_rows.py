@@ -105,3 +105,30 @@ def test_what_json_lacks_is_part_of_a_question_too() -> None:
         for day in (1, 1, 2)
     )
     assert question_key(first) == question_key(same) != question_key(other)
+
+
+def test_a_turn_of_weight_0_is_not_trained() -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "bad", "weight": 0},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "good", "weight": 1},
+    ]
+    row = parse_row({"messages": turns})
+    assert row.assistant_turns == [3]
+    assert row.answer == "good"
+    # Templates see what they would without it.
+    assert all("weight" not in message for message in row.messages)
+    assert parse_row({"messages": [turns[0], turns[1] | {"weight": None}]}).assistant_turns == [1]
+    with pytest.raises(BadRow, match=r"without an assistant turn \(whose weight is not 0\)"):
+        parse_row({"messages": turns[:2]})
+
+
+@pytest.mark.parametrize("given", [{"weight": 0.5}, {"weight": True}, {"weight": "0"}], ids=str)
+def test_a_turns_weight_is_0_or_1(given) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **given}]
+    with pytest.raises(BadRow, match=r"weight=.* of a turn: give 0, not trained, or 1"):
+        parse_row({"messages": turns})
+    turns[1] = {"role": "assistant", "content": "b", "train": False}
+    with pytest.raises(BadRow, match="train=False: give it weight 0 or 1"):
+        parse_row({"messages": turns})

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from trainer.config.data import DataConfig, FilesSource
-from trainer.data.tokenizer import build_byte_tokenizer, setup_tokenizer
+from trainer.data.tokenizer import build_byte_tokenizer, choose_tokenizer, setup_tokenizer
 from trainer.errors import UserError
 
 CONFIG = DataConfig(source=FilesSource(path="unused"))
@@ -105,3 +105,10 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path: Path) -> 
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
     assert setup_tokenizer(with_settings(tokenizer=str(tmp_path)), None).pad_token_id == 258
+
+
+def test_a_name_that_is_nothing_is_not_blamed_on_its_tokenizer(tmp_path) -> None:
+    name = str(tmp_path / "no-such")
+    message = rf"model\.name='{name}' is neither a local folder nor a hub name .* give an existing"
+    with pytest.raises(UserError, match=message):
+        choose_tokenizer(None, name)

@@ -88,6 +88,28 @@ def test_states_are_torchs_own_both_ways() -> None:
     assert ours.state[first[0]]["step"] == 1
 
 
+def test_a_state_of_sgd_goes_on_in_torchs_own() -> None:
+    first, second = parameters(), parameters()
+    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+    ours, theirs = SGD(first, **settings), torch.optim.SGD(second, **settings)
+    ours.step()
+    theirs.step()
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    ours.step()
+    theirs.step()
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+    older = ours.state_dict()
+    del older["param_groups"][0]["dampening"]
+    ours.load_state_dict(older)
+    ours.step()
+
+
+def test_dampening_is_refused() -> None:
+    with pytest.raises(UserError, match=r"dampening=0\.5: SGD here has none"):
+        SGD([{"params": parameters(), "dampening": 0.5}])
+
+
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_a_fresh_state_of_torch_loads_and_what_it_lacks_is_made(ours, theirs) -> None:
     first, second = parameters(), parameters()
