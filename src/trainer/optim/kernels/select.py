@@ -155,10 +155,9 @@ def _asked_for_syrk(
         machine, is_stack=num_matrices > 1, M=M, N=N, dtype=dtype, device=device
     )
     if kernels is None:
-        way_out = (
-            "meet these needs (pip install git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers; "
-            'optim.ns_dtype="bfloat16")'
-        )
+        way_out = "install what is missing (git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers)"
+        if dtype != torch.bfloat16:
+            way_out += ' and set optim.ns_dtype="bfloat16"'
         raise refusal("syrk", shape, dtype, unmet, way_out)
     is_loop = num_matrices > 1 and kernels.batched is None
     reason = "asked for; one matrix after another, as its batched kernel is missing"

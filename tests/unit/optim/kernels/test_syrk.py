@@ -150,6 +150,13 @@ def test_what_is_missing_is_refused_with_need_found_and_ways_out(settings, messa
     assert 'optim.kernel="auto"' in text
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_of_a_dtype_that_it_lacks_the_way_out_names_another(dtype):
+    module = module_of(HAS_TRITON_340=True, tsyrk_ex=Recorder().single)
+    with pytest.raises(UserError, match=r'Either install .* and set optim\.ns_dtype="bfloat16"'):
+        choose_syrk(fake_machine(version="0.5.0a0", module=module), dtype=dtype)
+
+
 def test_an_older_batched_kernel_without_out_gives_way_to_the_loop():
     recorder = Recorder()
     module = module_of(
