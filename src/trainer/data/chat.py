@@ -102,6 +102,8 @@ class ChatRenderer:
         start = _common_length(prompt, whole.text)
         if self._has_marks(row.tools):
             spans = [(max(first, start), last) for first, last in whole.spans if last > start]
+            if not spans and start == len(prompt):
+                spans = [(start, start)]  # an empty turn, of which only the end may be trained
         elif start == len(prompt):
             spans = [(start, len(whole.text))]
         else:

@@ -46,6 +46,17 @@ def test_exactly_the_assistants_words_and_its_end_token_are_trained(template: st
     assert trained(rendering) == ["a1<|im_end|>", "a2<|im_end|>"]
 
 
+@pytest.mark.parametrize(
+    "template",
+    [None, PLAIN_CHATML, MARKS_ALL_BUT_THE_END],
+    ids=["built-in", "no marks", "marks leave the end out"],
+)
+def test_of_an_empty_turn_the_end_token_is_trained(template: str | None) -> None:
+    row = conversation(("user", "q"), ("assistant", ""), ("user", "r"), ("assistant", "a"))
+    (rendering,) = render(template, row)
+    assert trained(rendering) == ["<|im_end|>", "a<|im_end|>"]
+
+
 def test_the_rendering_is_the_templates_own() -> None:
     (rendering,) = render(None, TWO_TURNS)
     assert rendering.text == byte_tokenizer().apply_chat_template(
