@@ -50,7 +50,8 @@ def setup_sft_data(
 ) -> SFTData:
     """Open the sources, hold validation out, and build the training stream.
 
-    Reads the validation rows; training rows are read when their turn comes.
+    Reads the validation rows, and a sample of training rows (`samples.py`); the others are read
+    when their turn comes.
 
     Args:
         data: the `data` section.
