@@ -160,7 +160,8 @@ class CheckpointStore:
         checkpoint = self._ranks.together(lambda: open_checkpoint(self._existing(step)))
         load_into(checkpoint, model, optimizer, self._ranks)
         log_what_differs(checkpoint.manifest, self._ranks)
-        self._log_resume(step)
+        if self._ranks.is_first:
+            logger.info("resumed from %s", step_folder(self.root, step))
         self._held_step = step
         return checkpoint.manifest.progress
 
@@ -191,14 +192,3 @@ class CheckpointStore:
             f"step_{step} could not be saved in {self.root}: {failure}; the training state is "
             f"untouched and {kept}: mend the cause, then resume"
         )
-
-    def _log_resume(self, step: int) -> None:
-        if not self._ranks.is_first:
-            return
-        logger.info("resumed from %s", step_folder(self.root, step))
-        if newer := [other for other in self.steps() if other > step]:
-            logger.warning(
-                "checkpoints of later steps %s stay, and 'latest' means them until this run has "
-                "passed them: remove them if they are not wanted",
-                newer,
-            )

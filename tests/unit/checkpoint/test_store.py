@@ -149,9 +149,7 @@ def test_second_save_of_a_step_does_nothing(root: Path, mesh: DeviceMesh):
     assert checkpoints.read_progress(1) == {"first": True}
 
 
-def test_resuming_from_an_older_step_replaces_newer_checkpoints(
-    root: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
-):
+def test_resuming_from_an_older_step_replaces_newer_checkpoints(root: Path, mesh: DeviceMesh):
     model, optimizer = build(mesh, seed=0)
     checkpoints = CheckpointStore(root, keep_last=1)
     checkpoints.save(2, model, optimizer, {"branch": "old"})
@@ -160,7 +158,6 @@ def test_resuming_from_an_older_step_replaces_newer_checkpoints(
     checkpoints.save(2, model, optimizer, {"branch": "old"})
     checkpoints = CheckpointStore(root)
     checkpoints.load(2, model, optimizer)
-    assert "later steps [9] stay" in caplog.text
     checkpoints.save(9, model, optimizer, {"branch": "new"})
     assert checkpoints.read_progress(9) == {"branch": "new"}
 

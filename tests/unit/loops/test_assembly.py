@@ -105,6 +105,7 @@ def test_latest_is_of_the_course_that_a_resume_has_taken(
     assert main([*words, *other_lr, "--ckpt.resume", "1", "--max-steps", "1"]) == 0
     assert "set aside as" in caplog.text
     assert "step_2.abandoned" in caplog.text
+    assert "stay" not in caplog.text
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step_1",
         "step_2.abandoned",
