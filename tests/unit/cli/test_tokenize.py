@@ -28,7 +28,7 @@ def test_text_becomes_shards_that_a_run_accepts(tmp_path, capsys):
         (["hub:", "b"], "SRC='hub:' names no source"),
         (["a", "b", "--suffixes", ","], "--suffixes ',': names no suffix"),
         (["nowhere", "b"], "SRC='nowhere' does not exist"),
-        (["nowhere", "b", "--tokenizer", "no/thing"], "--tokenizer='no/thing': no tokenizer"),
+        (["nowhere", "b", "--tokenizer", "no/thing"], "--tokenizer='no/thing' is neither a local"),
     ],
 )
 def test_what_is_wrong_is_named(words, message, tmp_path, monkeypatch, capsys):
