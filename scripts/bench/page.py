@@ -86,6 +86,31 @@ def errors_table(record: Record, part: str) -> list[str]:
     return table([f"{part} / dense", "dtype", *INPUTS], lines)
 
 
+def tiles_table(record: Record, _: str) -> list[str]:
+    """Return an iteration's times by tiles: variants down, shapes across; nothing: not compiled."""
+    cells = {(row["tiles"], shape_of(row)): row["median_ms"] for row in record["tiles"]}
+    shapes = list(dict.fromkeys(shape_of(row) for row in record["tiles"]))
+    variants = sorted({row["tiles"] for row in record["tiles"]}, key=_place_of_tiles)
+    return table(
+        ["ms a call", *shapes],
+        [[_short(v), *(number(cells.get((v, s)), 3) for s in shapes)] for v in variants],
+    )
+
+
+def _place_of_tiles(name: str) -> tuple[bool, str]:
+    return name != "in use", name
+
+
+def _short(name: str) -> str:
+    """Return `symmetric 128x256, cluster 2x1` for a tile that is printed field by field."""
+    fields = dict(re.findall(r"(\w+)=(\w+)", name))
+    if not fields:
+        return name
+    cluster = f"cluster {fields['cluster_rows']}x{fields['cluster_columns']}"
+    pingpong = ", pingpong" if fields["pingpong"] == "True" else ""
+    return f"{name.split()[0]} {fields['rows']}x{fields['columns']}, {cluster}{pingpong}"
+
+
 def muon_step_table(record: Record, _: str) -> list[str]:
     """Return the rows of a step benchmark."""
     head = ["ep", "variant", "s a step", "GiB held", "GiB above", "idle", "predicted s", *PHASES]
@@ -137,6 +162,7 @@ TABLES: dict[str, Callable[[Record, str], list[str]]] = {
     "newton_schulz_gram": newton_schulz_table,
     "newton_schulz_float32": newton_schulz_table,
     "newton_schulz_syrk": newton_schulz_table,
+    "newton_schulz_tiles": tiles_table,
     "newton_schulz_first_pair": errors_table,
     "muon_step": muon_step_table,
     "muon_step_dion": muon_step_table,

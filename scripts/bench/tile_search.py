@@ -68,9 +68,9 @@ def search_tiles(
 
 
 def _variants(shape: Shape) -> dict[str, Tiles]:
-    """Return by name: the tiles in use, and those with one of them exchanged."""
+    """Return by name: the tiles in use, those with one exchanged, those on a static schedule."""
     _, M, N = shape
-    variants = {"in use": Tiles()}
+    variants = {"in use": Tiles(), "static schedule": replace(Tiles(), is_dynamic=False)}
     for tile in SQUARES:
         # Tall stacks are column-major operands, of which cutlass-dsl compiles no 192 rows.
         if M <= N or tile.rows != 192:
