@@ -74,9 +74,12 @@ def main() -> None:
         "arguments": vars(arguments),
     }
     if arguments.tiles:
-        record["tiles"] = search_tiles(
-            shapes, getattr(torch, arguments.dtypes[0]), device, arguments.seconds
-        )
+        record["tiles"] = []
+        for shape in shapes:
+            dtype = getattr(torch, arguments.dtypes[0])
+            record["tiles"] += search_tiles([shape], dtype, device, arguments.seconds)
+            if arguments.save:
+                keep(arguments.name, record)
     else:
         rows: list[Row] = []
         record |= {"ceiling_tflops": {}, "rows": []}
