@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from baselines import BASELINES, SEED, find_baselines
 from records import describe_environment, keep, report
-from tile_search import search_tiles
+from tile_search import Shape, search_tiles
 from timing import Timing, time_interleaved
 from torch import Tensor
 
@@ -43,8 +43,6 @@ MAX_INPUT_BYTES = 2**30
 
 SHAPE_KEYS = ["headline", "others", "thresholds", "models"]
 LARGEST = "largest_singular_value"
-
-Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,9 @@ def main() -> None:
     }
     if arguments.tiles:
         record["tiles"] = []
+        dtype = getattr(torch, arguments.dtypes[0])
         for shape in shapes:
-            dtype = getattr(torch, arguments.dtypes[0])
-            record["tiles"] += search_tiles([shape], dtype, device, arguments.seconds)
+            record["tiles"] += search_tiles(shape, dtype, device, arguments.seconds)
             if arguments.save:
                 keep(arguments.name, record)
     else:

@@ -58,13 +58,7 @@ def with_tables(page: str) -> str:
 def newton_schulz_table(record: Record, dtype: str) -> list[str]:
     """Return times of one dtype: shapes down, variants across."""
     rows = [row for row in record["rows"] if row["dtype"] == dtype]
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    cells = {(shape_of(row), row["variant"]): row["median_ms"] for row in rows}
-    shapes = list(dict.fromkeys(shape_of(row) for row in rows))
-    return table(
-        ["ms a call", *variants],
-        [[s, *(number(cells.get((s, v)), 3) for v in variants)] for s in shapes],
-    )
+    return times_table({(shape_of(row), row["variant"]): row["median_ms"] for row in rows})
 
 
 def errors_table(record: Record, part: str) -> list[str]:
@@ -87,28 +81,8 @@ def errors_table(record: Record, part: str) -> list[str]:
 
 
 def tiles_table(record: Record, _: str) -> list[str]:
-    """Return an iteration's times by tiles: variants down, shapes across; nothing: not compiled."""
-    cells = {(row["tiles"], shape_of(row)): row["median_ms"] for row in record["tiles"]}
-    shapes = list(dict.fromkeys(shape_of(row) for row in record["tiles"]))
-    variants = sorted({row["tiles"] for row in record["tiles"]}, key=_place_of_tiles)
-    return table(
-        ["ms a call", *shapes],
-        [[_short(v), *(number(cells.get((v, s)), 3) for s in shapes)] for v in variants],
-    )
-
-
-def _place_of_tiles(name: str) -> tuple[bool, str]:
-    return name != "in use", name
-
-
-def _short(name: str) -> str:
-    """Return `symmetric 128x256, cluster 2x1` for a tile that is printed field by field."""
-    fields = dict(re.findall(r"(\w+)=(\w+)", name))
-    if not fields:
-        return name
-    cluster = f"cluster {fields['cluster_rows']}x{fields['cluster_columns']}"
-    pingpong = ", pingpong" if fields["pingpong"] == "True" else ""
-    return f"{name.split()[0]} {fields['rows']}x{fields['columns']}, {cluster}{pingpong}"
+    """Return an iteration's times: tiles down, shapes across; nothing: not compiled."""
+    return times_table({(row["tiles"], shape_of(row)): row["median_ms"] for row in record["tiles"]})
 
 
 def muon_step_table(record: Record, _: str) -> list[str]:
@@ -174,6 +148,16 @@ TABLES: dict[str, Callable[[Record, str], list[str]]] = {
     "train_step_two_gpus": train_step_table,
     "train_step_memory": memory_table,
 }
+
+
+def times_table(times_ms: Mapping[tuple[str, str], float]) -> list[str]:
+    """Return times by line and column, both in the order in which they come."""
+    columns = list(dict.fromkeys(column for _, column in times_ms))
+    lines = dict.fromkeys(line for line, _ in times_ms)
+    return table(
+        ["ms a call", *columns],
+        [[line, *(number(times_ms.get((line, c)), 3) for c in columns)] for line in lines],
+    )
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

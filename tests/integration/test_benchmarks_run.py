@@ -47,13 +47,20 @@ def test_tiles_are_compared_within_the_iteration(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tile_search, "quack_products", stand_in)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    rows = tile_search.search_tiles(
-        [(2, 16, 24), (2, 48, 16)], torch.bfloat16, torch.device("cpu"), 0.01
-    )
-    kinds = [str(row["tiles"]).partition(" ")[0] for row in rows]
-    assert kinds.count("in") == 2
-    assert kinds.count("symmetric") == 2 * len(tile_search.SQUARES) - 1, "192 rows of a tall stack"
-    assert 0 < kinds.count("general") < 2 * len(tile_search.RECTANGLES), "some are refused"
+    cpu = torch.device("cpu")
+    wide, tall = [
+        tile_search.search_tiles(shape, torch.bfloat16, cpu, 0.01)
+        for shape in [(2, 16, 24), (2, 48, 16)]
+    ]
+    names = [{row["tiles"] for row in rows} for rows in (wide, tall)]
+    for given_names in names:
+        assert given_names >= {"in use", "static schedule", "general by torch", "as quack_seed"}
+        general = [name for name in given_names if name.startswith("general ")]
+        assert 1 < len(general) < 1 + len(tile_search.RECTANGLES), "some are refused"
+    assert "symmetric 128x256, cluster 2x1" in names[0] & names[1]
+    assert names[0] - names[1] == {"symmetric 192x192, cluster 1x1"}, "not of a tall stack"
+    times = [row["median_ms"] for row in wide]
+    assert times == sorted(times)
     assert {tiles.symmetric for tiles in given} >= set(tile_search.SQUARES)
 
 
